@@ -8,21 +8,7 @@ chunk and then its second chunk of sequence 0, of sequence 1, and so on.
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-
-def ragged_arange(starts: ArrayLike, lengths: ArrayLike) -> NDArray[np.int64]:
-    """Concatenates ranges: starts[0] … starts[0]+lengths[0]−1, then those of 1, and so on.
-
-    Args:
-        starts: [n] first value of each range.
-        lengths: [n] number of values of each range, ≥ 0.
-
-    Returns:
-        int64 [Σ lengths].
-    """
-    starts = np.asarray(starts, dtype=np.int64)
-    lengths = np.asarray(lengths, dtype=np.int64)
-    before = np.cumsum(lengths) - lengths
-    return np.repeat(starts - before, lengths) + np.arange(lengths.sum(), dtype=np.int64)
+from megatron_dynbatch.reduce.ragged import ragged_arange
 
 
 def zigzag_indices(cu_seqlens_padded: ArrayLike, cp_size: int, cp_rank: int) -> NDArray[np.int64]:

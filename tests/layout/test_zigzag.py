@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynbatch.layout.zigzag import ragged_arange, zigzag_indices
+from megatron_dynbatch.layout.zigzag import zigzag_indices
 
 
 def test_one_sequence_cp2_by_hand():
@@ -46,8 +46,3 @@ def test_length_that_is_no_multiple_is_named():
 def test_rank_outside_is_an_error():
     with pytest.raises(ValueError, match="rank 2 is outside 0 … 1"):
         zigzag_indices([0, 8], 2, 2)
-
-
-def test_ragged_arange():
-    assert ragged_arange([5, 0, 9], [2, 0, 3]).tolist() == [5, 6, 9, 10, 11]
-    assert ragged_arange([], []).tolist() == []
