@@ -1,0 +1,15 @@
+"""The one error of this package."""
+
+from collections.abc import Sequence
+
+
+class RolloutDataError(ValueError):
+    """Rollout data that cannot be trained on: what is wrong, where, and what to do.
+
+    Attributes:
+        faults: One sentence per fault, naming row and field where there is one.
+    """
+
+    def __init__(self, message: str, faults: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.faults = tuple(faults) or (message,)

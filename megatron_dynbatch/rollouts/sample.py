@@ -1,0 +1,198 @@
+"""One training sequence: prompt and response tokens, and what is known about each response token.
+
+Invariants (asserted by the tests): the constructor fixes types and shapes' rank, so that a `Sample`
+always holds NumPy arrays of the documented dtypes; whether the values make sense together is
+`validate_samples`'s business, which can name the row.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+PER_TOKEN_FIELDS = ("log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
+"""Optional float32 fields with one entry per response token."""
+
+OPTIONAL_FIELDS = ("reward", "advantage", *PER_TOKEN_FIELDS)
+"""Every field that a sample may lack, ids apart."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, init=False)
+class Sample:
+    """One training sequence of T tokens, the last R of which are the response.
+
+    Fields with one entry per response token are in response coordinates: entry j belongs to token
+    T−R+j and to its prediction, made at position T−R+j−1. NaN and infinities may stand where the
+    loss mask is 0. Arrays are not to be modified.
+
+    Attributes:
+        tokens: int64 [T], prompt then response.
+        loss_mask: uint8 [R], 1 where the token is trained on. Entry 0 must be 0 if R = T, because
+            the first token of a sample without a prompt has no predictor.
+        rollout_id: The rollout that emitted this sample, unique within a batch; samples that share
+            it are siblings. None (or −1 when given): the sample is a rollout of its own.
+        group_id: The prompt group of the rollout; None (or −1): the rollout is its own group.
+        reward: Reward of the rollout.
+        advantage: One float for the whole response, or float32 [R].
+        log_probs: float32 [R], natural log-probabilities under the policy before the update (old
+            policy), from the trainer.
+        ref_log_probs: float32 [R], under the reference policy; −inf where it forbids the token.
+        rollout_log_probs: float32 [R], as the sampler reported them.
+        values: float32 [R], value estimates.
+        returns: float32 [R], value targets.
+    """
+
+    tokens: NDArray[np.int64]
+    loss_mask: NDArray[np.uint8]
+    rollout_id: int | None
+    group_id: int | None
+    reward: float | None
+    advantage: float | NDArray[np.float32] | None
+    log_probs: NDArray[np.float32] | None
+    ref_log_probs: NDArray[np.float32] | None
+    rollout_log_probs: NDArray[np.float32] | None
+    values: NDArray[np.float32] | None
+    returns: NDArray[np.float32] | None
+
+    def __init__(
+        self,
+        tokens: ArrayLike,
+        response_length: SupportsIndex | None = None,
+        loss_mask: ArrayLike | None = None,
+        *,
+        rollout_id: SupportsIndex | None = None,
+        group_id: SupportsIndex | None = None,
+        reward: float | None = None,
+        advantage: ArrayLike | None = None,
+        log_probs: ArrayLike | None = None,
+        ref_log_probs: ArrayLike | None = None,
+        rollout_log_probs: ArrayLike | None = None,
+        values: ArrayLike | None = None,
+        returns: ArrayLike | None = None,
+    ) -> None:
+        """Makes a sample from lists, arrays or CPU tensors.
+
+        Args:
+            tokens: Token ids [T].
+            response_length: R. Without `loss_mask`, all R response tokens are trained on.
+            loss_mask: 0/1 [R]; give this, `response_length`, or both if they agree.
+            rollout_id: See the attributes; so for the other arguments.
+
+        Raises:
+            ValueError: A field has the wrong type or number of dimensions, or neither
+                `response_length` nor `loss_mask` is given, or they disagree.
+        """
+        mask = _loss_mask(response_length, loss_mask)
+        per_token = (log_probs, ref_log_probs, rollout_log_probs, values, returns)
+        fields: dict[str, object] = {
+            "tokens": _tokens(tokens),
+            "loss_mask": mask,
+            "rollout_id": _identifier("rollout_id", rollout_id),
+            "group_id": _identifier("group_id", group_id),
+            "reward": None if reward is None else _scalar("reward", reward),
+            "advantage": _scalar_or_per_token("advantage", advantage),
+            **{
+                name: None if value is None else _per_token(name, value)
+                for name, value in zip(PER_TOKEN_FIELDS, per_token, strict=True)
+            },
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)  # the way around `frozen` while constructing
+
+    @property
+    def total_length(self) -> int:
+        """T, prompt and response tokens."""
+        return len(self.tokens)
+
+    @property
+    def response_length(self) -> int:
+        """R, response tokens, trained on or not."""
+        return len(self.loss_mask)
+
+    @property
+    def mask_sum(self) -> int:
+        """Number of trained tokens."""
+        return int(np.count_nonzero(self.loss_mask))
+
+
+def _array(name: str, value: object, kinds: str, wanted: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}: {error}; give {wanted}") from error
+    if array.size == 0 and array.ndim == 1:
+        return array
+    if array.dtype.kind not in kinds:
+        raise ValueError(f"{name} holds {_kind_of(array)}; give {wanted}")
+    if array.ndim != 1:
+        raise ValueError(f"{name} has {array.ndim} dimensions, not 1; give {wanted}")
+    return array
+
+
+def _kind_of(array: NDArray[Any]) -> str:
+    if array.dtype.kind == "O":
+        return "values that are not all numbers"
+    return f"{array.dtype} values"
+
+
+def _tokens(value: object) -> NDArray[np.int64]:
+    return _array("tokens", value, "iu", "integer token ids [T]").astype(np.int64)
+
+
+def _loss_mask(response_length: SupportsIndex | None, value: ArrayLike | None) -> NDArray[np.uint8]:
+    length = None if response_length is None else _integer("response_length", response_length)
+    if value is None:
+        if length is None:
+            raise ValueError("give response_length or loss_mask: neither is there")
+        if length < 0:
+            raise ValueError(f"response_length is {length}; give the number of response tokens")
+        return np.ones(length, np.uint8)
+    array = _array("loss_mask", value, "biuf", "0 or 1 per response token [R]")
+    with np.errstate(invalid="ignore"):
+        mask = array.astype(np.uint8)
+    wrong = np.flatnonzero(mask != array)
+    if wrong.size:
+        raise ValueError(f"loss_mask[{wrong[0]}] is {array[wrong[0]]}; it must be 0 or 1")
+    if length is not None and length != len(mask):
+        raise ValueError(
+            f"response_length is {length} but loss_mask has {len(mask)} entries; "
+            "give one of them, or one entry per response token"
+        )
+    return mask
+
+
+def _per_token(name: str, value: object) -> NDArray[np.float32]:
+    array = _array(name, value, "biuf", "one number per response token [R]")
+    with np.errstate(over="ignore"):  # beyond float32 is infinite, which validation reports
+        return array.astype(np.float32)
+
+
+def _scalar(name: str, value: object) -> float:
+    array = np.asarray(value)
+    if array.ndim != 0 or array.dtype.kind not in "biuf":
+        raise ValueError(f"{name} is {value!r}; give one number")
+    return float(array)
+
+
+def _scalar_or_per_token(name: str, value: object) -> float | NDArray[np.float32] | None:
+    if value is None:
+        return None
+    is_scalar = isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0
+    return _scalar(name, value) if is_scalar else _per_token(name, value)
+
+
+def _integer(name: str, value: SupportsIndex) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise ValueError(f"{name} is {value!r}; give an integer") from error
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name} is {number}; it must fit in 64 bits")
+    return number
+
+
+def _identifier(name: str, value: SupportsIndex | None) -> int | None:
+    number = -1 if value is None else _integer(name, value)
+    return None if number == -1 else number
