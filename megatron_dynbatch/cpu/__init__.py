@@ -1,0 +1,56 @@
+"""The real Megatron on a CPU: dry-run a pretrain script on a laptop, in CI, in tests.
+
+`enable()` stands in for the parts of torch.cuda, of Transformer Engine and of NCCL that
+`megatron.training.pretrain` asks for; Megatron's own code runs unchanged, over gloo. Call it before
+the script (or anything else) imports Megatron. It cannot be undone within the process.
+"""
+
+from __future__ import annotations
+
+import os
+
+from megatron_dynbatch.cpu.device_mode import DeviceMode
+
+__all__ = ["DeviceMode", "enable", "is_enabled"]
+
+_enabled = False
+
+
+def is_enabled() -> bool:
+    """Whether `enable()` has been called in this process."""
+    return _enabled
+
+
+def enable() -> None:
+    """Make this process run Megatron on the CPU. Calling it again changes nothing.
+
+    Raises:
+        ValueError: This version of torch or Megatron has nothing where a stand-in belongs, or
+            Megatron's training package is not installed.
+    """
+    global _enabled
+    if _enabled:
+        return
+    # Nothing is compiled, and Megatron insists on the second for TP and CP.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+    from megatron_dynbatch.cpu.collectives import install_collectives
+    from megatron_dynbatch.cpu.cuda_surface import install_cuda_surface
+    from megatron_dynbatch.cpu.device_mode import install_device_mode
+
+    install_cuda_surface()
+    install_device_mode()
+    install_collectives()
+    try:
+        import megatron.training  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--cpu needs Megatron's training package, and {error.name!r} is missing: "
+            "pip install 'megatron-dynbatch[megatron]'"
+        ) from error
+
+    from megatron_dynbatch.cpu.megatron_patches import install_megatron_patches
+
+    install_megatron_patches()
+    _enabled = True

@@ -1,0 +1,146 @@
+"""Run an unmodified pretrain script with the plugin installed.
+
+    python -m megatron_dynbatch.run [--cpu] script.py [arguments of the script …]
+    python -m megatron_dynbatch.run [--cpu] --module package.module [arguments …]
+    torchrun --nproc-per-node N -m megatron_dynbatch.run …
+
+The hooks are installed before the script is imported, so names that it imports from Megatron are
+the hooked ones. The script sees `sys.argv`, `sys.path[0]` and `__main__` as if it had been started
+directly; the plugin's flags are Megatron's and stand among the script's arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+USAGE = """\
+usage: python -m megatron_dynbatch.run [--cpu] script.py [arguments of the script …]
+       python -m megatron_dynbatch.run [--cpu] --module package.module [arguments …]
+
+  --cpu            run the real Megatron on the CPU, over gloo
+  --module NAME    run a module instead of a file, like python -m
+  -h, --help       show this (after the script's name: the script's own help)
+"""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to run.
+
+    Attributes:
+        target: Path of a script, or dotted name of a module.
+        is_module: Which of the two.
+        arguments: Arguments of the script, untouched.
+        cpu: Whether to run on the CPU.
+    """
+
+    target: str
+    is_module: bool
+    arguments: tuple[str, ...]
+    cpu: bool
+
+
+def parse_launch(argv: Sequence[str]) -> Launch | None:
+    """Split the launcher's options from the script and its arguments.
+
+    Args:
+        argv: Arguments without the program's name.
+
+    Returns:
+        What to run, or None if help was asked for.
+
+    Raises:
+        ValueError: An unknown option before the script, or no script.
+    """
+    cpu = False
+    rest = list(argv)
+    while rest and rest[0].startswith("-"):
+        option = rest.pop(0)
+        name, has_value, value = option.partition("=")
+        if option in ("-h", "--help"):
+            return None
+        if option == "--cpu":
+            cpu = True
+        elif name == "--module":
+            if not has_value and rest:
+                value = rest.pop(0)
+            if not value:
+                raise ValueError("--module needs the dotted name of a module")
+            return Launch(value, True, tuple(rest), cpu)
+        else:
+            raise ValueError(
+                f"unknown option {option!r} before the script; options of the script and of "
+                "Megatron stand after the script's name"
+            )
+    if not rest:
+        raise ValueError("no script given; say which file to run, or --module with a module's name")
+    if not os.path.isfile(rest[0]):
+        raise ValueError(f"there is no file {rest[0]!r} to run")
+    return Launch(rest[0], False, tuple(rest[1:]), cpu)
+
+
+def prepare(cpu: bool) -> None:
+    """Stand in for the GPU if asked, then install the hooks.
+
+    Args:
+        cpu: Whether to run on the CPU.
+    """
+    if cpu:
+        from megatron_dynbatch.cpu import enable
+
+        enable()
+    from megatron_dynbatch import hooks
+
+    hooks.install()
+
+
+def run_target(launch: Launch) -> None:
+    """Run the script or module as `__main__` in this process.
+
+    `sys.argv` and `sys.path` are put back afterwards, for callers that go on.
+
+    Args:
+        launch: What to run.
+    """
+    argv, path = list(sys.argv), list(sys.path)
+    try:
+        sys.argv[:] = [launch.target, *launch.arguments]
+        if launch.is_module:
+            runpy.run_module(launch.target, run_name="__main__", alter_sys=True)
+        else:
+            # python -m put the working directory there; a script finds its own folder.
+            if not sys.flags.safe_path:
+                sys.path[0] = os.path.dirname(os.path.realpath(launch.target))
+            runpy.run_path(launch.target, run_name="__main__")
+    finally:
+        sys.argv[:], sys.path[:] = argv, path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `python -m megatron_dynbatch.run`.
+
+    Args:
+        argv: Arguments without the program's name; those of the process if None.
+
+    Returns:
+        Exit code.
+    """
+    try:
+        launch = parse_launch(sys.argv[1:] if argv is None else argv)
+    except ValueError as error:
+        print(f"{USAGE}\nerror: {error}", file=sys.stderr)
+        return 2
+    if launch is None:
+        print(USAGE, end="")
+        return 0
+    prepare(launch.cpu)
+    run_target(launch)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
