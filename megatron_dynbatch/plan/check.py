@@ -1,0 +1,188 @@
+"""Every guarantee of a plan, verified."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dynbatch.plan.binpack import best_fit_decreasing
+from megatron_dynbatch.plan.denominators import loss_denominator, sample_denominators
+from megatron_dynbatch.plan.errors import PlanError
+from megatron_dynbatch.plan.layout import padded_length
+
+if TYPE_CHECKING:
+    from megatron_dynbatch.plan.types import Plan, StepPlan
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise `PlanError` naming the first guarantee that the plan breaks, and where."""
+    _check_coverage(plan)
+    step_of_sample = np.full(len(plan.index.total_lengths), -1, dtype=np.int64)
+    for number, step in enumerate(plan.steps):
+        step_of_sample[step.samples] = number
+    _check_whole(plan.index.rollout_indices, step_of_sample, plan, "rollout")
+    if plan.options.loss_reduction == "group":
+        _check_whole(plan.index.group_indices, step_of_sample, plan, "prompt group")
+    lengths = padded_length(plan.index.total_lengths, plan.layout)
+    capacity = plan.options.capacity(plan.layout)
+    _check_oversize(plan, lengths, capacity)
+    for number, step in enumerate(plan.steps):
+        _check_counts(plan, number, step)
+        _check_micro_batches(plan, number, step, lengths, capacity)
+        _check_num_dummies(plan, number, step, lengths, capacity)
+        _check_denominators(plan, number, step)
+    _check_sample_denoms(plan)
+
+
+def _check_coverage(plan: Plan) -> None:
+    """Each sample is in one micro-batch of one step, or carried, or dropped."""
+    num_samples = len(plan.index.total_lengths)
+    places = [step.samples for step in plan.steps]
+    places += [np.asarray(plan.carried, np.int64), np.asarray(plan.dropped, np.int64)]
+    rows = np.concatenate(places)
+    bad = rows[(rows < 0) | (rows >= num_samples)]
+    if bad.size:
+        raise PlanError(f"plan: row {int(bad[0])} does not exist, the batch has {num_samples}")
+    counts = np.bincount(rows, minlength=num_samples)
+    wrong = np.flatnonzero(counts != 1)
+    if wrong.size:
+        row = int(wrong[0])
+        raise PlanError(
+            f"plan: sample {row} (rollout {int(plan.index.rollout_ids[row])}) is placed "
+            f"{int(counts[row])} times; each sample belongs to exactly one micro-batch, or is "
+            "carried or dropped"
+        )
+    if plan.carried and plan.options.leftover != "carry":
+        raise PlanError(
+            f"plan: sample {plan.carried[0]} is carried under leftover {plan.options.leftover!r}"
+        )
+
+
+def _check_whole(
+    units: NDArray[np.int64], step_of_sample: NDArray[np.int64], plan: Plan, word: str
+) -> None:
+    """No unit (rollout or prompt group) has planned samples in two steps or left over."""
+    placed = np.ones(len(units), dtype=bool)
+    if plan.options.oversize == "drop":
+        placed[list(plan.oversize)] = False
+    first = np.full(int(units.max()) + 1, -2, dtype=np.int64)
+    first[units[placed][::-1]] = step_of_sample[placed][::-1]
+    cut = np.flatnonzero(placed & (first[units] != step_of_sample))
+    if cut.size:
+        row = int(cut[0])
+        raise PlanError(
+            f"plan: {word} {int(units[row])} (in order of appearance) is cut: its first sample is "
+            f"in step {int(first[units[row]])}, sample {row} in step {int(step_of_sample[row])} "
+            "(-1: in none)"
+        )
+
+
+def _check_oversize(plan: Plan, lengths: NDArray[np.int64], capacity: int | None) -> None:
+    expected = [] if capacity is None else np.flatnonzero(lengths > capacity).tolist()
+    if list(plan.oversize) != expected:
+        raise PlanError(f"plan: oversize samples are {expected}, reported {list(plan.oversize)}")
+    planned = set(expected) - set(plan.dropped) - set(plan.carried)
+    if planned and plan.options.oversize != "alone":
+        raise PlanError(
+            f"plan: sample {min(planned)} is longer than a micro-batch may be and is planned "
+            f"under oversize {plan.options.oversize!r}"
+        )
+
+
+def _check_counts(plan: Plan, number: int, step: StepPlan) -> None:
+    """dp ranks with the same count each, one that Megatron's schedule accepts."""
+    if len(step.micro_batches) != plan.layout.dp:
+        raise PlanError(
+            f"plan: step {number} has {len(step.micro_batches)} DP ranks, the layout "
+            f"{plan.layout.dp}"
+        )
+    for rank, micro_batches in enumerate(step.micro_batches):
+        if len(micro_batches) != step.num_microbatches:
+            raise PlanError(
+                f"plan: step {number}: DP rank {rank} has {len(micro_batches)} micro-batches, "
+                f"rank 0 has {step.num_microbatches}; the count must be equal"
+            )
+    if not plan.layout.admits(step.num_microbatches):
+        raise PlanError(
+            f"plan: step {number} has {step.num_microbatches} micro-batches per rank; with "
+            f"pp={plan.layout.pp}, vpp={plan.layout.vpp} and group {plan.layout.group} the "
+            f"schedule needs {plan.layout.next_admissible(step.num_microbatches)}"
+        )
+
+
+def _check_micro_batches(
+    plan: Plan, number: int, step: StepPlan, lengths: NDArray[np.int64], capacity: int | None
+) -> None:
+    """Caps as laid out; an oversize sample is alone."""
+    limit = plan.options.micro_batch_size
+    sizes = lengths.tolist()
+    for rank, micro_batches in enumerate(step.micro_batches):
+        for k, rows in enumerate(micro_batches):
+            where = f"plan: step {number}, DP rank {rank}, micro-batch {k}"
+            if limit is not None and len(rows) > limit:
+                raise PlanError(f"{where}: {len(rows)} samples, micro_batch_size is {limit}")
+            total = sum(sizes[row] for row in rows)
+            if capacity is not None and total > capacity and len(rows) > 1:
+                raise PlanError(
+                    f"{where}: samples {list(rows)} take {total} tokens as laid out, the cap "
+                    f"is {capacity}"
+                )
+
+
+def _check_num_dummies(
+    plan: Plan, number: int, step: StepPlan, lengths: NDArray[np.int64], capacity: int | None
+) -> None:
+    """No dummy that splitting or a smaller count would have avoided."""
+    dp, count = plan.layout.dp, step.num_microbatches
+    wanted = max(0, dp * count - step.num_samples)
+    if step.num_dummies != wanted:
+        raise PlanError(
+            f"plan: step {number} has {step.num_dummies} dummy micro-batches, {dp} x {count} "
+            f"micro-batches for {step.num_samples} samples need {wanted}"
+        )
+    smaller = next((m for m in range(count - 1, 0, -1) if plan.layout.admits(m)), None)
+    if wanted == 0 or smaller is None:
+        return
+    if capacity is None:
+        assert plan.options.micro_batch_size is not None
+        needed = -(-step.num_samples // plan.options.micro_batch_size)
+    else:
+        needed = len(best_fit_decreasing(lengths[step.samples], capacity))
+    if needed <= dp * smaller:
+        raise PlanError(
+            f"plan: step {number} has {step.num_dummies} dummies at {count} micro-batches per "
+            f"rank, though {smaller} would hold its samples"
+        )
+
+
+def _check_denominators(plan: Plan, number: int, step: StepPlan) -> None:
+    rows = step.samples
+    expected = {
+        "step_global_batch_size": int(np.unique(plan.index.rollout_indices[rows]).size),
+        "loss_denominator": loss_denominator(plan.index, rows, plan.options),
+        "num_trained_tokens": int(plan.index.mask_sums[rows].sum()),
+    }
+    for name, value in expected.items():
+        if getattr(step, name) != value:
+            raise PlanError(
+                f"plan: step {number}: {name} is {getattr(step, name)!r}, its samples say {value}"
+            )
+
+
+def _check_sample_denoms(plan: Plan) -> None:
+    rows = np.concatenate([np.zeros(0, np.int64), *(step.samples for step in plan.steps)])
+    expected = sample_denominators(plan.index, rows, plan.options)
+    if plan.sample_denoms.dtype != expected.dtype or len(plan.sample_denoms) != len(expected):
+        raise PlanError(
+            f"plan: sample_denoms must be {expected.dtype}[{len(expected)}], is "
+            f"{plan.sample_denoms.dtype}[{len(plan.sample_denoms)}]"
+        )
+    wrong = np.flatnonzero(plan.sample_denoms != expected)
+    if wrong.size:
+        row = int(wrong[0])
+        raise PlanError(
+            f"plan: the denominator of sample {row} is {plan.sample_denoms[row]}, under "
+            f"{plan.options.loss_reduction!r} it is {expected[row]}"
+        )

@@ -1,0 +1,119 @@
+"""The parallel layout of a training job, as far as planning needs it, and the one padding rule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dynbatch.plan.errors import PlanError
+
+FP8_TOKEN_MULTIPLE = {None: 1, "fp8": 16, "mxfp8": 32}
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How ranks are arranged.
+
+    Attributes:
+        dp: Data-parallel size without context parallelism.
+        cp: Context-parallel size.
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        vpp: Model chunks per pipeline stage; 1 is the plain 1F1B schedule.
+        vpp_group: Micro-batches run contiguously per chunk
+            (`--microbatch-group-size-per-virtual-pipeline-stage`); None is Megatron's default, pp.
+        ep: Expert-parallel size.
+        sequence_parallel: Activations are split over TP along the sequence.
+        fp8: None, "fp8" or "mxfp8"; they need token counts in multiples of 16 and 32 per CP rank.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    vpp_group: int | None = None
+    ep: int = 1
+    sequence_parallel: bool = False
+    fp8: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "cp", "tp", "pp", "vpp", "ep"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PlanError(f"layout: {name} must be a positive int, got {value!r}")
+        if self.fp8 not in FP8_TOKEN_MULTIPLE:
+            raise PlanError(f"layout: fp8 must be None, 'fp8' or 'mxfp8', got {self.fp8!r}")
+        if self.vpp > 1 and self.pp == 1:
+            raise PlanError(f"layout: vpp={self.vpp} needs pp > 1")
+        if self.vpp_group is not None and self.vpp_group < self.pp:
+            raise PlanError(
+                f"layout: vpp_group={self.vpp_group} must be at least pp={self.pp} "
+                "(--microbatch-group-size-per-virtual-pipeline-stage)"
+            )
+
+    @property
+    def group(self) -> int:
+        """Micro-batches run contiguously per model chunk of the interleaved schedule."""
+        return self.pp if self.vpp_group is None else self.vpp_group
+
+    @property
+    def sample_multiple(self) -> int:
+        """A sample is laid out as a multiple of this many tokens (zigzag: 2 chunks per CP rank)."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """A micro-batch is laid out as a multiple of this many tokens."""
+        shards = 2 * self.cp * self.tp if self.sequence_parallel else 1
+        fp8 = FP8_TOKEN_MULTIPLE[self.fp8]
+        return math.lcm(self.sample_multiple, shards, fp8 * self.cp if fp8 > 1 else 1)
+
+    def admits(self, num_microbatches: int) -> bool:
+        """Whether Megatron's schedule accepts this count per DP rank.
+
+        The interleaved schedule (`forward_backward_pipelining_with_interleaving`) wants
+        M >= group and a last group that is full or holds at least pp micro-batches.
+        """
+        if self.vpp == 1:
+            return num_microbatches >= 1
+        last = num_microbatches % self.group
+        return num_microbatches >= self.group and (last == 0 or last >= self.pp)
+
+    def next_admissible(self, num_microbatches: int) -> int:
+        """The smallest count that is at least `num_microbatches` and that `admits` accepts."""
+        count = max(1, num_microbatches)
+        if self.vpp == 1:
+            return count
+        count = max(count, self.group)
+        last = count % self.group
+        return count if last == 0 else count - last + max(last, self.pp)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `ParallelLayout(**d)` is the way back."""
+        return dict(self.__dict__)
+
+
+@overload
+def padded_length(lengths: int, layout: ParallelLayout) -> int: ...
+@overload
+def padded_length(lengths: NDArray[np.int64], layout: ParallelLayout) -> NDArray[np.int64]: ...
+def padded_length(
+    lengths: int | NDArray[np.int64], layout: ParallelLayout
+) -> int | NDArray[np.int64]:
+    """Tokens that each sample occupies once laid out: a multiple of 2·cp (of 1 if cp = 1)."""
+    multiple = layout.sample_multiple
+    return -(-lengths // multiple) * multiple
+
+
+def padded_micro_batch(total: int, layout: ParallelLayout) -> int:
+    """Tokens of a variable-width micro-batch whose padded samples hold `total` tokens.
+
+    A multiple of lcm(2·cp·tp under sequence parallelism, 16·cp for FP8, 32·cp for MXFP8).
+    """
+    multiple = layout.micro_batch_multiple
+    return -(-total // multiple) * multiple

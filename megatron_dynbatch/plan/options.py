@@ -1,0 +1,140 @@
+"""What the user chooses about a plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_dynbatch.plan.cost import CostModel
+from megatron_dynbatch.plan.errors import PlanError
+from megatron_dynbatch.plan.layout import ParallelLayout
+
+LOSS_REDUCTIONS = ("rollout", "sample", "token", "group", "constant")
+LEFTOVER_POLICIES = ("partial", "even", "carry", "drop")
+EMPTY_ROLLOUT_POLICIES = ("count", "skip")
+OVERSIZE_POLICIES = ("error", "alone", "drop")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Everything that decides a plan besides the data and the layout.
+
+    Attributes:
+        max_tokens_per_gpu: Cap on the laid-out tokens of a micro-batch per GPU; a micro-batch
+            holds at most this times cp. Exactly one of this and `micro_batch_size` is given.
+        micro_batch_size: Static path: at most this many samples in a micro-batch, no token cap.
+        rollouts_per_step: Rollouts in a step at most; None makes the whole batch one step.
+        loss_reduction: One of `LOSS_REDUCTIONS`.
+        loss_constant: The denominator of every sample under the reduction `constant`.
+        leftover: What happens to rollouts that do not fill a last step.
+        empty_rollouts: Whether a rollout, sample or group without trained token counts in B.
+        oversize: What happens to a sample longer than a micro-batch may be.
+        fixed_width: Every micro-batch is laid out at width max_tokens_per_gpu · cp.
+        step_splitter: Name of a built-in splitter, or `package.module:function`.
+        tokens_per_step: Token budget of the splitter `tokens`.
+        cost: The cost model that balances ranks and micro-batches.
+    """
+
+    max_tokens_per_gpu: int | None = None
+    micro_batch_size: int | None = None
+    rollouts_per_step: int | None = None
+    loss_reduction: str = "rollout"
+    loss_constant: float | None = None
+    leftover: str = "partial"
+    empty_rollouts: str = "count"
+    oversize: str = "error"
+    fixed_width: bool = False
+    step_splitter: str = "rollouts"
+    tokens_per_step: int | None = None
+    cost: CostModel = field(default_factory=CostModel)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_tokens_per_gpu",
+            "micro_batch_size",
+            "rollouts_per_step",
+            "tokens_per_step",
+        ):
+            _check_positive(name, getattr(self, name))
+        _check_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
+        _check_choice("leftover", self.leftover, LEFTOVER_POLICIES)
+        _check_choice("empty_rollouts", self.empty_rollouts, EMPTY_ROLLOUT_POLICIES)
+        _check_choice("oversize", self.oversize, OVERSIZE_POLICIES)
+        if (self.max_tokens_per_gpu is None) == (self.micro_batch_size is None):
+            raise PlanError(
+                "plan options: give exactly one of max_tokens_per_gpu (dynamic micro-batches) "
+                f"and micro_batch_size (static), got {self.max_tokens_per_gpu} and "
+                f"{self.micro_batch_size}"
+            )
+        if self.fixed_width and self.max_tokens_per_gpu is None:
+            raise PlanError("plan options: fixed_width needs max_tokens_per_gpu")
+        if self.fixed_width and self.oversize == "alone":
+            raise PlanError(
+                "plan options: oversize 'alone' needs micro-batches of variable width; "
+                "use 'error' or 'drop' at fixed width"
+            )
+        self._check_constant()
+
+    def _check_constant(self) -> None:
+        needs_constant = self.loss_reduction == "constant"
+        if needs_constant != (self.loss_constant is not None):
+            raise PlanError(
+                "plan options: loss_constant goes with loss_reduction 'constant' and only with "
+                f"it, got {self.loss_constant} with {self.loss_reduction!r}"
+            )
+        if self.loss_constant is not None and not (
+            math.isfinite(self.loss_constant) and self.loss_constant > 0
+        ):
+            raise PlanError(
+                f"plan options: loss_constant must be finite and > 0, got {self.loss_constant}"
+            )
+
+    def capacity(self, layout: ParallelLayout) -> int | None:
+        """Laid-out tokens that a micro-batch may hold in all; None on the static path.
+
+        Raises:
+            PlanError: The cap leaves no room for one laid-out row of tokens, or a fixed width
+                is not a multiple that the layout can shard.
+        """
+        if self.max_tokens_per_gpu is None:
+            return None
+        width = self.max_tokens_per_gpu * layout.cp
+        multiple = layout.micro_batch_multiple
+        if width < multiple:
+            raise PlanError(
+                f"max_tokens_per_gpu={self.max_tokens_per_gpu} is smaller than one laid-out row: "
+                f"this layout pads a micro-batch to multiples of {multiple} tokens, "
+                f"{-(-multiple // layout.cp)} per GPU"
+            )
+        if self.fixed_width and width % multiple:
+            raise PlanError(
+                f"max_tokens_per_gpu={self.max_tokens_per_gpu} times cp={layout.cp} must be a "
+                f"multiple of {multiple} when every micro-batch has that width"
+            )
+        return width // multiple * multiple
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `PlanOptions.from_dict` is the way back."""
+        return {**self.__dict__, "cost": self.cost.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PlanOptions:
+        """The options that `to_dict` wrote."""
+        return cls(**{**values, "cost": CostModel(**values["cost"])})
+
+    def without_carry(self) -> PlanOptions:
+        """These options when nothing follows: what `carry` would keep is a partial last step."""
+        return replace(self, leftover="partial") if self.leftover == "carry" else self
+
+
+def _check_positive(name: str, value: int | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"plan options: {name} must be a positive int, got {value!r}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise PlanError(f"plan options: {name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,196 @@
+"""`StepPlan` and `Plan`: what runs where, as plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dynbatch.plan.errors import PlanError
+from megatron_dynbatch.plan.layout import ParallelLayout
+from megatron_dynbatch.plan.options import PlanOptions
+from megatron_dynbatch.rollouts.index import SampleIndex
+
+if TYPE_CHECKING:
+    from megatron_dynbatch.plan.schedule import Schedule
+
+FORMAT_VERSION = 1
+INDEX_FIELDS = ("total_lengths", "response_lengths", "mask_sums", "rollout_ids", "group_ids")
+
+MicroBatches = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One optimizer step.
+
+    Attributes:
+        micro_batches: [dp][M] tuples of sample rows; an empty tuple is a dummy micro-batch.
+        step_global_batch_size: G, rollouts in the step.
+        loss_denominator: B, what the loss of the step is divided by.
+        num_trained_tokens: N, the sum of all masks; a step with N = 0 is passed over by the
+            trainer, its G rollouts are counted all the same.
+    """
+
+    micro_batches: MicroBatches
+    step_global_batch_size: int
+    loss_denominator: int
+    num_trained_tokens: int
+
+    @property
+    def num_microbatches(self) -> int:
+        """M, micro-batches per DP rank, dummies included."""
+        return len(self.micro_batches[0])
+
+    @property
+    def num_samples(self) -> int:
+        """S, samples in the step."""
+        return sum(len(rows) for rank in self.micro_batches for rows in rank)
+
+    @property
+    def num_dummies(self) -> int:
+        """Dummy micro-batches over all DP ranks."""
+        return sum(not rows for rank in self.micro_batches for rows in rank)
+
+    @cached_property
+    def samples(self) -> NDArray[np.int64]:
+        """Sample rows of the step [S], ascending."""
+        rows = [row for rank in self.micro_batches for rows in rank for row in rows]
+        return np.sort(np.array(rows, dtype=np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The steps of one batch: which sample is in which micro-batch on which DP rank.
+
+    Sample rows index the batch as it is handed to training: the samples carried over from the
+    batch before, followed by the batch's own rows.
+
+    Attributes:
+        layout: The parallel layout that the plan is for.
+        options: The options that made it.
+        index: Lengths, mask sums and ids of all samples [S].
+        steps: The steps, in order.
+        sample_denoms: Denominator d of each sample [S]; int64, float64 under `constant`; 0 for a
+            sample in no step.
+        carried: Rows kept for the next batch, ascending.
+        dropped: Rows trained nowhere (leftover or oversize policy `drop`), ascending.
+        oversize: Rows longer than a micro-batch may be, ascending.
+    """
+
+    layout: ParallelLayout
+    options: PlanOptions
+    index: SampleIndex
+    steps: tuple[StepPlan, ...]
+    sample_denoms: NDArray[np.int64] | NDArray[np.float64]
+    carried: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
+    oversize: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """Verify every guarantee of a plan.
+
+        Raises:
+            PlanError: Names the guarantee, the step, the rank and the sample.
+        """
+        from megatron_dynbatch.plan.check import check_plan
+
+        check_plan(self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical JSON: equal on all ranks that agree on the plan."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, no white space."""
+        values = {
+            "version": FORMAT_VERSION,
+            "layout": self.layout.to_dict(),
+            "options": self.options.to_dict(),
+            "index": {name: getattr(self.index, name).tolist() for name in INDEX_FIELDS},
+            "steps": [dict(step_values(step)) for step in self.steps],
+            "sample_denoms": self.sample_denoms.tolist(),
+            "carried": self.carried,
+            "dropped": self.dropped,
+            "oversize": self.oversize,
+        }
+        return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanError: The text is not such JSON, or of another format version.
+        """
+        try:
+            values = json.loads(text)
+            if values["version"] != FORMAT_VERSION:
+                raise PlanError(
+                    f"plan: format version {values['version']!r}, this package reads "
+                    f"{FORMAT_VERSION}; plan the batch again"
+                )
+            return cls(**_fields_from_json(values))
+        except PlanError:
+            raise
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(f"plan: not the JSON of a plan ({error!r})") from error
+
+    def to_schedule(self) -> Schedule:
+        """The list form, as `build_dp_schedule` returns it."""
+        from megatron_dynbatch.plan.schedule import plan_to_schedule
+
+        return plan_to_schedule(self)
+
+    @classmethod
+    def from_schedule(
+        cls, schedule: Schedule, index: SampleIndex, layout: ParallelLayout, options: PlanOptions
+    ) -> Plan:
+        """The plan of a list form; see `schedule.plan_from_schedule`."""
+        from megatron_dynbatch.plan.schedule import plan_from_schedule
+
+        return plan_from_schedule(schedule, index, layout, options)
+
+
+def step_values(step: StepPlan) -> dict[str, Any]:
+    """The fields of a step, by name."""
+    return {
+        "micro_batches": step.micro_batches,
+        "step_global_batch_size": step.step_global_batch_size,
+        "loss_denominator": step.loss_denominator,
+        "num_trained_tokens": step.num_trained_tokens,
+    }
+
+
+def _fields_from_json(values: dict[str, Any]) -> dict[str, Any]:
+    options = PlanOptions.from_dict(values["options"])
+    denom_type = np.float64 if options.loss_reduction == "constant" else np.int64
+    steps = tuple(
+        StepPlan(
+            micro_batches=tuple(
+                tuple(tuple(rows) for rows in rank) for rank in step["micro_batches"]
+            ),
+            step_global_batch_size=step["step_global_batch_size"],
+            loss_denominator=step["loss_denominator"],
+            num_trained_tokens=step["num_trained_tokens"],
+        )
+        for step in values["steps"]
+    )
+    return {
+        "layout": ParallelLayout(**values["layout"]),
+        "options": options,
+        "index": SampleIndex(
+            **{name: np.array(values["index"][name], dtype=np.int64) for name in INDEX_FIELDS}
+        ),
+        "steps": steps,
+        "sample_denoms": np.array(values["sample_denoms"], dtype=denom_type),
+        "carried": tuple(values["carried"]),
+        "dropped": tuple(values["dropped"]),
+        "oversize": tuple(values["oversize"]),
+    }
