@@ -1,0 +1,56 @@
+# Everything runs in .venv, which is made and filled on first use. `make help` lists the targets.
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := megatron,demo,plot,test
+INSTALLED := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install test lint demo test-stock test-unit clean
+
+help:
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+install: $(INSTALLED)  ## make .venv with the package and all that tests and demo need
+
+test: lint test-unit  ## lint, types and the whole test suite
+
+demo: $(INSTALLED)  ## train on worked solutions with steps of different sizes, two processes
+	$(BIN)/python -m examples.demo --out runs/demo
+
+lint: $(INSTALLED)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test-unit: $(INSTALLED)
+	$(PYTEST) tests
+
+test-stock: $(INSTALLED)  ## MEGATRON_LM=DIR: Megatron-LM's own pretrain_gpt.py from a checkout
+	@test -n "$(MEGATRON_LM)" || { echo "give MEGATRON_LM=DIR, a Megatron-LM checkout" >&2; exit 2; }
+	$(BIN)/python -m tests.stock.run "$(MEGATRON_LM)"
+
+clean:  ## remove .venv and what runs left behind
+	rm -rf $(VENV) runs build dist *.egg-info
+
+# A Python that runs and is new enough; a pyenv shim may be on PATH and still not run.
+define FIND_PYTHON
+for python in $$PYTHON python3.12 python3.13 python3.14 python3 python \
+    $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin/python \
+    /usr/local/bin/python3.1[2-9] /opt/python*/bin/python3 /opt/homebrew/bin/python3.1[2-9] \
+    $$HOME/.local/bin/python3.1[2-9] $$HOME/miniconda3/bin/python; do \
+  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' \
+      >/dev/null 2>&1; then echo "$$python"; exit 0; fi; \
+done; \
+echo "No Python 3.12 or newer (with venv) was found: install one, for example with" \
+  "'apt-get install python3.12 python3.12-venv' or 'pyenv install 3.12'," \
+  "or name it: make PYTHON=/path/to/python3.12" >&2; exit 1
+endef
+
+$(INSTALLED): pyproject.toml setup.py
+	@python=$$($(FIND_PYTHON)) && echo "using $$python" && \
+	  { test -x $(BIN)/python || "$$python" -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	@touch $@

@@ -1,0 +1,210 @@
+"""The plugin's flags in Megatron's own parser, and what follows from them.
+
+Seam: ``megatron.training.arguments.add_megatron_arguments``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from megatron_dynbatch.hooks.refusals import refusals
+from megatron_dynbatch.plan import ParallelLayout, PlanOptions
+from megatron_dynbatch.plan.options import (
+    EMPTY_ROLLOUT_POLICIES,
+    LEFTOVER_POLICIES,
+    LOSS_REDUCTIONS,
+    OVERSIZE_POLICIES,
+)
+from megatron_dynbatch.rollouts import RolloutDirectory, RolloutSource
+
+WIDTHS = ("fixed", "variable")
+
+
+def adding_arguments(add: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``add_megatron_arguments`` so that the parser knows our flags too."""
+
+    @functools.wraps(add)
+    def add_with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = add(parser)
+        _add_flags(parser)
+        _after_parsing(parser)
+        return parser
+
+    return add_with_ours
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(title="dynamic global batch (megatron_dynbatch)")
+    add = group.add_argument
+    add("--dynamic-global-batch", action="store_true",
+        help="Take every training step, of any size, from planned rollouts.")
+    add("--rollout-path", metavar="DIR", help="Directory that the rollout side writes batches to.")
+    add("--rollouts-per-step", type=_rollouts_per_step, metavar="N|batch",
+        help="Rollouts in a step at most; 'batch' takes each rollout batch as one step.")
+    add("--max-tokens-per-gpu", type=int, metavar="N",
+        help="Tokens of a micro-batch on one GPU at most, counted as laid out.")
+    add("--loss-reduction", choices=LOSS_REDUCTIONS, default="rollout",
+        help="What the loss of a step averages over (default: rollout).")
+    add("--loss-constant", type=float, metavar="D",
+        help="Denominator of every sample under --loss-reduction constant.")
+    add("--leftover", choices=LEFTOVER_POLICIES, default="partial",
+        help="Rollouts at the end of a batch that do not fill a step (default: partial).")
+    add("--empty-rollouts", choices=EMPTY_ROLLOUT_POLICIES, default="count",
+        help="Whether a rollout without trained tokens counts in the denominator.")
+    add("--oversize", choices=OVERSIZE_POLICIES, default="error",
+        help="What happens to a sample longer than a micro-batch (default: error).")
+    add("--micro-batch-width", choices=WIDTHS, default="fixed",
+        help="fixed: each micro-batch is padded to --seq-length, as stock scripts need; "
+        "variable: each has its own length (scripts that use megatron_dynbatch.get_batch).")
+    add("--step-splitter", default="rollouts", metavar="NAME|pkg.mod:fn",
+        help="How rollouts are grouped into steps.")
+    add("--batch-timeout", type=float, default=1800.0, metavar="SECONDS",
+        help="How long to wait for the next rollout batch or the END marker (default: 1800).")
+    add("--agreement-timeout", type=float, default=300.0, metavar="SECONDS",
+        help="How long ranks wait for each other at a batch boundary (default: 300).")
+    add("--on-batch-needed", metavar="pkg.mod:fn",
+        help="Function (cursor, model_chunks) called on every rank when the next batch is not "
+        "there yet.")
+    add("--step-report", metavar="FILE", help="JSONL file that gets one line per step.")
+
+
+def _rollouts_per_step(text: str) -> int | str:
+    if text == "batch":
+        return text
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive integer or 'batch'")
+    return count
+
+
+def _after_parsing(parser: argparse.ArgumentParser) -> None:
+    """Let the values that our flags imply stand before Megatron validates anything."""
+    parse = parser.parse_known_args
+
+    def parse_then_imply(*positional: Any, **named: Any) -> tuple[argparse.Namespace, list[str]]:
+        args, rest = parse(*positional, **named)
+        if args.dynamic_global_batch:
+            try:
+                _imply(args)
+            except ValueError as error:
+                parser.error(str(error))
+        return args, rest
+
+    parser.parse_known_args = parse_then_imply  # type: ignore[method-assign, assignment]
+
+
+def _imply(args: argparse.Namespace) -> None:
+    for flag in ("rollout_path", "rollouts_per_step", "max_tokens_per_gpu"):
+        if getattr(args, flag) is None:
+            raise ValueError(f"--dynamic-global-batch needs --{flag.replace('_', '-')}")
+    per_step = args.rollouts_per_step
+    if per_step == "batch" and not args.train_samples:
+        raise ValueError(
+            "--rollouts-per-step batch needs --train-samples (in rollouts): without a step size "
+            "the LR horizon cannot be counted in iterations"
+        )
+    # Only Megatron's iterations × batch size horizons read it from here on.
+    size = 1 if per_step == "batch" else per_step
+    if args.global_batch_size not in (None, size):
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} does not fit --rollouts-per-step "
+            f"{per_step}; leave --global-batch-size out"
+        )
+    args.global_batch_size = size
+    if args.micro_batch_size not in (None, 1):
+        raise ValueError(
+            f"--micro-batch-size {args.micro_batch_size}: a micro-batch is one pack of samples "
+            "(--max-tokens-per-gpu); leave --micro-batch-size out"
+        )
+    args.micro_batch_size = 1
+    if getattr(args, "eval_global_batch_size", 0) is None:
+        # Evaluation keeps Megatron's rule that DP ranks share it evenly.
+        args.eval_global_batch_size = _whole_shares(size, args)
+    args.dataloader_type = "external"
+    if args.micro_batch_width == "variable":
+        args.variable_seq_lengths = True
+        return
+    width = args.max_tokens_per_gpu * args.context_parallel_size
+    if args.seq_length not in (None, width):
+        raise ValueError(
+            f"--seq-length {args.seq_length} must be --max-tokens-per-gpu times "
+            f"--context-parallel-size = {width}: stock batches have that fixed width"
+        )
+    args.seq_length = width
+    # The stock batch contract that carries packed sequences.
+    args.sft = True
+    args.create_attention_mask_in_dataloader = False
+
+
+def _whole_shares(size: int, args: argparse.Namespace) -> int:
+    model_size = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    dp = max(1, int(os.environ.get("WORLD_SIZE", "1")) // model_size)
+    return max(dp, size // dp * dp)
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Check validated arguments before anything is built.
+
+    Raises:
+        ValueError: One line per combination that is refused, or the option that is wrong.
+    """
+    reasons = refusals(args)
+    if reasons:
+        raise ValueError(
+            "--dynamic-global-batch cannot be used like this:\n"
+            + "\n".join(f"  {reason}" for reason in reasons)
+        )
+    options_from_args(args).capacity(layout_from_args(args))
+    source_from_args(args)
+
+
+def layout_from_args(args: argparse.Namespace) -> ParallelLayout:
+    """The parallel layout that Megatron was asked for."""
+    fp8 = None
+    if getattr(args, "fp8", None):
+        fp8 = "mxfp8" if args.fp8_recipe == "mxfp8" else "fp8"
+    return ParallelLayout(
+        dp=args.data_parallel_size,
+        cp=args.context_parallel_size,
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        vpp=args.virtual_pipeline_model_parallel_size or 1,
+        vpp_group=args.microbatch_group_size_per_vp_stage
+        if args.virtual_pipeline_model_parallel_size
+        else None,
+        ep=args.expert_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        fp8=fp8,
+    )
+
+
+def options_from_args(args: argparse.Namespace) -> PlanOptions:
+    """The plan options that the flags ask for."""
+    per_step = args.rollouts_per_step
+    return PlanOptions(
+        max_tokens_per_gpu=args.max_tokens_per_gpu,
+        rollouts_per_step=None if per_step == "batch" else per_step,
+        loss_reduction=args.loss_reduction,
+        loss_constant=args.loss_constant,
+        leftover=args.leftover,
+        empty_rollouts=args.empty_rollouts,
+        oversize=args.oversize,
+        fixed_width=args.micro_batch_width == "fixed",
+        step_splitter=args.step_splitter,
+    )
+
+
+def source_from_args(args: argparse.Namespace) -> RolloutSource:
+    """The transport that --rollout-path names."""
+    return RolloutDirectory(args.rollout_path)

@@ -1,0 +1,127 @@
+"""Training data in Megatron's own batch contract, from the open step.
+
+Seam: ``training.build_train_valid_test_data_iterators``. Each model chunk gets an iterator of its
+own; an unmodified script reads stock batches from it, a script of ours calls `get_batch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_dynbatch.hooks.session import current, session
+from megatron_dynbatch.layout import MicroBatch
+from megatron_dynbatch.steps import Step
+
+
+class StockBatchIterator(Iterator[dict[str, Any]]):
+    """Micro-batches of the open step of this process's run, as Megatron's SFT batches.
+
+    It starts anew with each step; reading past the step's last micro-batch is an error.
+    """
+
+    def __init__(self) -> None:
+        self._step: Step | None = None
+        self._next = 0
+
+    def __next__(self) -> dict[str, Any]:
+        run = session()
+        if run is None or run.step is None:
+            raise RuntimeError("the training data iterator was read outside a training step")
+        if self._step is not run.step:
+            self._step, self._next = run.step, 0
+        batch = run.step.stock_batch(self._next)
+        self._next += 1
+        return batch
+
+
+def building_iterators(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``build_train_valid_test_data_iterators``: training data comes from the rollouts."""
+
+    @functools.wraps(build)
+    def build_with_rollouts(provider: Callable[..., Any]) -> tuple[Any, Any, Any]:
+        run = session()
+        if run is None:
+            return build(provider)
+        from megatron.core.rerun_state_machine import RerunDataIterator
+
+        valid, test = _evaluation_iterators(build, provider, run.args)
+        run.args.do_train = 1
+        return RerunDataIterator(StockBatchIterator()), valid, test
+
+    return build_with_rollouts
+
+
+def _evaluation_iterators(
+    build: Callable[..., Any], provider: Callable[..., Any], args: argparse.Namespace
+) -> tuple[Any, Any]:
+    """The script's own evaluation data; its datasets are not built where none is wanted."""
+    if not (args.eval_iters or getattr(args, "full_validation", False)):
+        args.do_valid = args.do_test = 0
+        return None, None
+    _, valid, test = build(provider)
+    return valid, test
+
+
+def get_batch(data_iterator: Any = None) -> MicroBatch:
+    """The micro-batch of this forward step on this rank, for scripts of your own.
+
+    Args:
+        data_iterator: What Megatron hands to ``forward_step``; not read, the plan says what runs.
+
+    Raises:
+        RuntimeError: No training step runs under the plugin.
+    """
+    return current()
+
+
+class DataIterator:
+    """Follows `micro_batch_indices` of a schedule over one DP rank's samples.
+
+    Args:
+        rollout_data: Key → list with one entry per sample of this DP rank.
+        micro_batch_indices: For each micro-batch the local sample indices; a dummy is empty.
+    """
+
+    def __init__(
+        self,
+        rollout_data: Mapping[str, Sequence[Any]],
+        micro_batch_indices: Sequence[Sequence[int]],
+    ) -> None:
+        self.rollout_data = rollout_data
+        self.micro_batch_indices = micro_batch_indices
+        self.offset = 0
+
+    def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
+        """The values of ``keys`` for the next micro-batch; None for a key that is absent.
+
+        Raises:
+            IndexError: All micro-batches were read; call `reset` first.
+        """
+        if self.offset == len(self.micro_batch_indices):
+            raise IndexError(
+                f"all {self.offset} micro-batches were read; call reset() to start again"
+            )
+        indices = self.micro_batch_indices[self.offset]
+        self.offset += 1
+        return {key: self._take(key, indices) for key in keys}
+
+    def _take(self, key: str, indices: Sequence[int]) -> list[Any] | None:
+        values = self.rollout_data.get(key)
+        return None if values is None else [values[i] for i in indices]
+
+    def reset(self) -> DataIterator:
+        """Start again at the first micro-batch."""
+        self.offset = 0
+        return self
+
+
+def get_data_iterator(
+    rollout_data: Mapping[str, Sequence[Any]],
+    micro_batch_indices: Sequence[Sequence[int]],
+    num_model_chunks: int = 1,
+) -> list[DataIterator]:
+    """One `DataIterator` per model chunk (virtual pipeline stage) of this rank."""
+    return [DataIterator(rollout_data, micro_batch_indices) for _ in range(num_model_chunks)]

@@ -1,0 +1,144 @@
+"""The loss of a micro-batch, scaled so that the step's gradient is that of Σ w·x / B.
+
+Seam: ``training.get_forward_backward_func``. Only training passes are touched; evaluation runs as
+it is. A loss function that takes keyword ``microbatch``, ``sample_denoms`` or
+``step_global_batch_size`` gets them, with the untouched output, and returns l = Σ w·x over its
+local tokens. Any other one is handed token losses that are weighted already, and must return
+their sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatron_dynbatch.hooks.session import Session, session
+from megatron_dynbatch.layout import MicroBatch
+from megatron_dynbatch.losses.scaling import megatron_loss
+
+LossFunction = Callable[..., tuple[Any, ...]]
+
+_KEYWORDS = ("microbatch", "sample_denoms", "step_global_batch_size")
+
+
+def getting_forward_backward(get: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``get_forward_backward_func``: its result scales the loss while the flag is on."""
+
+    @functools.wraps(get)
+    def get_scaled(*positional: Any, **named: Any) -> Callable[..., Any]:
+        return _scaled_schedule(get(*positional, **named))
+
+    return get_scaled
+
+
+def _scaled_schedule(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(schedule)
+    def run_schedule(*, forward_step_func: Callable[..., Any], **named: Any) -> Any:
+        run = session()
+        if run is not None and run.step is not None and not named.get("forward_only", False):
+            forward_step_func = _scaled_forward_step(run, forward_step_func)
+        return schedule(forward_step_func=forward_step_func, **named)
+
+    return run_schedule
+
+
+def _scaled_forward_step(run: Session, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    # Each model chunk runs the step's micro-batches in order, in a replay from the start again.
+    done: Counter[int] = Counter()
+
+    @functools.wraps(forward_step)
+    def scaled(data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
+        micro_batch = run.select(done[id(model)])
+        done[id(model)] += 1
+        output, loss_function = forward_step(data_iterator, model, *rest, **named)
+        if loss_function is None:
+            return output, None
+        return output, functools.partial(_scaled_loss, run, micro_batch, loss_function)
+
+    return scaled
+
+
+def _scaled_loss(
+    run: Session, micro_batch: MicroBatch, loss_function: LossFunction, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    wanted = _wanted_keywords(loss_function)
+    if wanted:
+        offered = {
+            "microbatch": micro_batch,
+            "sample_denoms": micro_batch.sample_denoms,
+            "step_global_batch_size": micro_batch.step.step_global_batch_size,
+        }
+        result = loss_function(output, **{name: offered[name] for name in wanted})
+    else:
+        result = loss_function(weighted_output(output, micro_batch))
+    local_sum, report = result[0], result[-1]
+    if not isinstance(local_sum, torch.Tensor) or local_sum.numel() != 1:
+        raise ValueError(
+            f"the loss function must return one scalar tensor first, not {_describe(local_sum)}"
+        )
+    loss, num_tokens, report_count = megatron_loss(
+        local_sum,
+        micro_batch.step,
+        run.layout,
+        calculate_per_token_loss=run.args.calculate_per_token_loss,
+    )
+    return loss, num_tokens, _report_pairs(report, report_count)
+
+
+def weighted_output(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    """Token losses times token weights, masked positions selected away.
+
+    Args:
+        output: What the model returned: token losses, [1, T_local] or any shape of T_local values.
+        micro_batch: Gives mask and weights of the same tokens.
+
+    Raises:
+        ValueError: The output is not one value per local token.
+    """
+    weights = micro_batch.token_weights
+    if output.numel() != weights.numel():
+        raise ValueError(
+            f"the model's output has shape {tuple(output.shape)} but the micro-batch has "
+            f"{weights.numel()} local tokens: a loss function without keyword `microbatch` needs "
+            "token losses [1, T_local] (labels passed to the model); one that computes its own "
+            "loss from logits must take keyword `microbatch` and use microbatch.mean(x)"
+        )
+    trained = micro_batch.loss_mask.view(output.shape) != 0
+    zero = torch.zeros((), dtype=output.dtype, device=output.device)
+    return torch.where(trained, output, zero) * weights.view(output.shape).to(output.dtype)
+
+
+def _report_pairs(
+    report: Mapping[str, Any], report_count: float
+) -> dict[str, torch.Tensor]:
+    """Local sums with counts that add up to B over micro-batches and ranks."""
+    pairs = {}
+    for name, value in report.items():
+        local_sum = torch.as_tensor(value).detach().reshape(-1)[0].double()
+        pairs[name] = torch.stack([local_sum, torch.full_like(local_sum, report_count)])
+    return pairs
+
+
+def _wanted_keywords(loss_function: LossFunction) -> tuple[str, ...]:
+    bound: set[str] = set()
+    while isinstance(loss_function, functools.partial):
+        bound |= loss_function.keywords.keys()
+        loss_function = loss_function.func
+    return tuple(name for name in _accepted_keywords(loss_function) if name not in bound)
+
+
+@functools.cache
+def _accepted_keywords(function: LossFunction) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters
+    return tuple(name for name in _KEYWORDS if name in parameters)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,81 @@
+"""Every place in Megatron that the plugin touches, in one table.
+
+Named sites are expressions (see `sites`); seams are module attributes that are wrapped.
+Numbers of matches are those of megatron-core 0.14 (fewer consumed-sample sites) to 0.19.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dynbatch.hooks.arguments import adding_arguments
+from megatron_dynbatch.hooks.checkpoint import loaded_samples
+from megatron_dynbatch.hooks.data_iterator import building_iterators
+from megatron_dynbatch.hooks.loss import getting_forward_backward
+from megatron_dynbatch.hooks.microbatches import (
+    building_calculator,
+    consumed_samples,
+    count_changed,
+    loop_condition,
+)
+from megatron_dynbatch.hooks.report import logged_batch_size
+from megatron_dynbatch.hooks.scheduler import scheduler_increment
+from megatron_dynbatch.hooks.sites import Site
+
+# Versions that the test suite runs.
+TESTED_VERSIONS = ("0.17.1", "0.19.2")
+
+_TRAINING = "megatron.training.training"
+_CHECKPOINTING = "megatron.training.checkpointing"
+
+
+def _factors(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _factors(node.left) + _factors(node.right)
+    return [node]
+
+
+def is_sample_product(node: ast.expr) -> bool:
+    """A product of the micro-batch count, the micro-batch size and data-parallel sizes."""
+    factors = {ast.unparse(factor) for factor in _factors(node)}
+    return {"get_num_microbatches()", "args.micro_batch_size"} <= factors
+
+
+def _is(source: str) -> Callable[[ast.expr], bool]:
+    return lambda node: ast.unparse(node) == source
+
+
+SITES = (
+    Site("scheduler increment", _TRAINING, "train_step", is_sample_product, (1,),
+         scheduler_increment),
+    Site("logged batch size", _TRAINING, "training_log", is_sample_product, (1,),
+         logged_batch_size),
+    Site("consumed samples", _TRAINING, "train", is_sample_product, (2, 3), consumed_samples),
+    Site("micro-batch count check", _TRAINING, "train",
+         _is("get_num_microbatches() != num_microbatches"), (1,), count_changed),
+    Site("loop condition", _TRAINING, "train", _is("iteration < args.train_iters"), (1,),
+         loop_condition),
+    Site("consumed samples loaded", _CHECKPOINTING, "load_checkpoint",
+         _is("getattr(checkpoint_args, 'consumed_train_samples', 0)"), (1,), loaded_samples),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A module attribute that is replaced by ``wrap(original)``."""
+
+    module: str
+    attribute: str
+    wrap: Callable[[Any], Any]
+
+
+SEAMS = (
+    Seam("megatron.training.arguments", "add_megatron_arguments", adding_arguments),
+    Seam("megatron.core.num_microbatches_calculator", "_build_num_microbatches_calculator",
+         building_calculator),
+    Seam(_TRAINING, "build_train_valid_test_data_iterators", building_iterators),
+    Seam(_TRAINING, "get_forward_backward_func", getting_forward_backward),
+)

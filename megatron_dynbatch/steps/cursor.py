@@ -1,0 +1,77 @@
+"""The cursor: which rollout is next. It is the truth that a checkpoint keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+# Options that decide which rollouts form a step; they must not change inside a batch.
+STEP_OPTIONS = ("rollouts_per_step", "leftover", "loss_reduction", "step_splitter")
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Position in the stream of rollout batches, before the step that comes next.
+
+    Attributes:
+        batch_id: Batch whose steps are being trained.
+        step_index: Next step of that batch's plan.
+        carried: ``(batch_id, row)`` of samples kept from earlier batches; they precede the batch's
+            own rows in its plan.
+        consumed_rollouts: Rollouts of finished steps (trained, overflowed or empty).
+        dropped_rollouts: Rollouts left out by the ``drop`` policies.
+        empty_steps: Steps without a trained token, which were passed over.
+        step_options: The options of `STEP_OPTIONS` under which the batch was planned.
+    """
+
+    batch_id: int = 0
+    step_index: int = 0
+    carried: tuple[tuple[int, int], ...] = ()
+    consumed_rollouts: int = 0
+    dropped_rollouts: int = 0
+    empty_steps: int = 0
+    step_options: Mapping[str, Any] | None = None
+
+    def after_step(self, step_global_batch_size: int, *, empty: bool) -> Cursor:
+        """The cursor when the step is finished, still inside its batch."""
+        return replace(
+            self,
+            step_index=self.step_index + 1,
+            consumed_rollouts=self.consumed_rollouts + step_global_batch_size,
+            empty_steps=self.empty_steps + int(empty),
+        )
+
+    def after_batch(self, carried: tuple[tuple[int, int], ...], dropped_rollouts: int) -> Cursor:
+        """The cursor at the start of the next batch."""
+        return replace(
+            self,
+            batch_id=self.batch_id + 1,
+            step_index=0,
+            carried=carried,
+            dropped_rollouts=self.dropped_rollouts + dropped_rollouts,
+            step_options=None,
+        )
+
+    def check_options(self, now: Mapping[str, Any]) -> None:
+        """Raise ValueError if options that form steps changed in the middle of a batch."""
+        if self.step_index == 0 or self.step_options is None:
+            return
+        for name, before in self.step_options.items():
+            if now.get(name) != before:
+                raise ValueError(
+                    f"the checkpoint stands at step {self.step_index} of rollout batch "
+                    f"{self.batch_id}, planned with {name}={before!r}, but now {name}="
+                    f"{now.get(name)!r}: finish the batch with the old value, or change it at a "
+                    "batch boundary"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a checkpoint or JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Cursor:
+        """Inverse of `to_dict`."""
+        carried = tuple((int(batch), int(row)) for batch, row in values["carried"])
+        return cls(**{**values, "carried": carried})

@@ -1,0 +1,184 @@
+"""Messages between the ranks of a job, through its key-value store.
+
+Used only at batch boundaries. Nothing here is a collective of the training's process groups: a rank
+that fails, or never arrives, is named to the others instead of hanging them. Waiting has its own
+time-out, because an agentic batch may take longer than a collective is allowed to.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+_PROGRESS_SECONDS = 10.0
+_LONGEST_POLL_SECONDS = 0.2
+
+
+class RankFailure(RuntimeError):
+    """Another rank failed, disagreed, or did not arrive."""
+
+
+class Exchange:
+    """Rank 0 tells the others, and all ranks compare what they know.
+
+    Every rank must make the same calls in the same order. A message is a JSON-serialisable value.
+
+    Args:
+        store: Any ``torch.distributed.Store`` that all ranks share.
+        rank: Of this process, 0 ≤ rank < world_size.
+        world_size: Number of processes that take part.
+        timeout: Seconds that a rank waits for the others' part of one call.
+        name: Distinguishes several exchanges over one store.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, *, timeout: float, name: str = "0"
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
+        self._store = dist.PrefixStore(f"megatron_dynbatch/{name}", store)
+        self._calls = 0
+        self._own_keys: list[tuple[int, str]] = []
+
+    @classmethod
+    def alone(cls) -> Exchange:
+        """An exchange for a single process."""
+        return cls(dist.HashStore(), 0, 1, timeout=60.0)
+
+    @classmethod
+    def of_job(cls, *, timeout: float, name: str) -> Exchange:
+        """Over the store of the initialised ``torch.distributed`` job."""
+        # torch offers no public accessor for the store that init_process_group made.
+        store = dist.distributed_c10d._get_default_store()
+        return cls(store, dist.get_rank(), dist.get_world_size(), timeout=timeout, name=name)
+
+    def broadcast(self, make: Callable[[], Any], waiting_for: str, timeout: float) -> Any:
+        """Return on every rank what ``make`` returns on rank 0.
+
+        Args:
+            make: Called on rank 0 only.
+            waiting_for: What the other ranks say they wait for.
+            timeout: Seconds that the other ranks wait; longer than ``make`` may take.
+
+        Raises:
+            RankFailure: On the other ranks, if rank 0 failed or did not answer in time.
+        """
+        key = self._next("broadcast")
+        if self.rank == 0:
+            with self.failing():
+                message = make()
+            self._set(key, json.dumps(message))
+            return message
+        return json.loads(self._get(key, waiting_for, timeout))
+
+    def compare(self, facts: Mapping[str, str]) -> None:
+        """Return only if all ranks give equal facts.
+
+        Raises:
+            RankFailure: On every rank, naming the field and the ranks that disagree with rank 0,
+                or the ranks that did not arrive.
+        """
+        key = self._next("compare")
+        self._set(f"{key}/{self.rank}", json.dumps(dict(facts)))
+        if self.rank == 0:
+            with self.failing():
+                self._compare_all(key, facts)
+            self._forget(self._calls)
+            self._set(f"{key}/equal", "")
+        else:
+            self._get(f"{key}/equal", "rank 0 to compare all ranks", 2 * self.timeout)
+            self._forget(self._calls + 1)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks of an error here; they raise it at their next wait."""
+        kind = "" if isinstance(error, RankFailure) else f"{type(error).__name__}: "
+        self._store.set("failed", f"rank {self.rank}: {kind}{error}")
+
+    def failing(self) -> _Failing:
+        """Context in which an error is told to the other ranks before it propagates."""
+        return _Failing(self)
+
+    def _compare_all(self, key: str, facts: Mapping[str, str]) -> None:
+        differing: dict[str, list[int]] = {}
+        values: dict[str, str] = {}
+        for rank in range(1, self.world_size):
+            missing = f"ranks {_ranges(range(rank, self.world_size))} to compare plans"
+            theirs = json.loads(self._get(f"{key}/{rank}", missing, self.timeout))
+            for field in facts.keys() | theirs.keys():
+                if theirs.get(field) != facts.get(field):
+                    differing.setdefault(field, []).append(rank)
+                    values.setdefault(field, str(theirs.get(field)))
+        if differing:
+            listed = "; ".join(
+                f"{field} is {facts.get(field)!r} on rank 0 but {values[field]!r} on "
+                f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)}"
+                for field, ranks in sorted(differing.items())
+            )
+            raise RankFailure(
+                f"ranks disagree: {listed}; start all ranks with the same options, package "
+                "version and view of the rollout directory"
+            )
+
+    def _next(self, kind: str) -> str:
+        self._calls += 1
+        return f"{self._calls}/{kind}"
+
+    def _set(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+        self._own_keys.append((self._calls, key))
+
+    def _forget(self, calls: int) -> None:
+        """Delete own keys of the calls before ``calls``: a comparison shows that all were read."""
+        for call, key in self._own_keys:
+            if call < calls:
+                self._store.delete_key(key)
+        self._own_keys = [(call, key) for call, key in self._own_keys if call >= calls]
+
+    def _get(self, key: str, waiting_for: str, timeout: float) -> str:
+        start = time.monotonic()
+        next_line = start + _PROGRESS_SECONDS
+        poll = 0.001
+        while not self._store.check([key]):
+            if self._store.check(["failed"]):
+                raise RankFailure(self._store.get("failed").decode())
+            now = time.monotonic()
+            if now - start > timeout:
+                error = RankFailure(
+                    f"rank {self.rank} waited {timeout:.0f} s for {waiting_for}, in vain"
+                )
+                self.fail(error)
+                raise error
+            if now > next_line:
+                progress(f"rank {self.rank} has waited {now - start:.0f} s for {waiting_for}")
+                next_line = now + _PROGRESS_SECONDS
+            time.sleep(poll)
+            poll = min(2 * poll, _LONGEST_POLL_SECONDS)
+        return self._store.get(key).decode()
+
+
+class _Failing:
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.exchange.fail(error)
+
+
+def progress(line: str) -> None:
+    """Print one line about waiting, at once."""
+    print(f"[megatron_dynbatch] {line}", flush=True)
+
+
+def _ranges(ranks: Any) -> str:
+    listed = list(ranks)
+    shown = ", ".join(map(str, listed[:8]))
+    return shown + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
