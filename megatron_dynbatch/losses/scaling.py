@@ -1,9 +1,8 @@
-"""What a loss function hands to Megatron, so that the step's gradient is that of Σ w·x / B.
+"""What is handed to Megatron for l = Σ w·x, so that a step's gradient is that of Σ l / B.
 
-`forward_step_calc_loss` divides a 3-tuple's loss by max(n, 1) and by M, and the data-parallel
-reduction divides gradients by W = D·C; with per-token loss it divides by nothing and the gradient
-is summed over W and divided by the total of n if that is positive. The factors here undo exactly
-that, whatever the packing and the layout.
+Megatron scales a returned loss by the number of micro-batches and DDP averages gradients over
+W = dp·cp ranks (or, with `calculate_per_token_loss`, sums them and divides by Σ num_tokens). The
+factors here undo exactly that; no context-parallel size and no packing is left in the result.
 """
 
 import torch
@@ -14,33 +13,42 @@ from megatron_dynbatch.plan.types import StepPlan
 
 
 def megatron_loss(
-    local_sum: Tensor,
+    l: Tensor,  # noqa: E741 - the symbol of the arithmetic
     step: StepPlan,
     layout: ParallelLayout,
     *,
     calculate_per_token_loss: bool,
 ) -> tuple[Tensor, Tensor, float]:
-    """Scales a micro-batch's local sum for Megatron.
+    """Scales a micro-batch's local sum for Megatron's three-tuple loss contract.
 
     Args:
-        local_sum: l = Σ w·x over this rank's tokens of one micro-batch, one element.
-        step: The step it belongs to (gives M and B).
+        l: 0-d (or one-element) Σ w·x over the tokens local to this rank in this micro-batch.
+        step: Gives M and B.
         layout: Gives W = dp·cp.
-        calculate_per_token_loss: As in Megatron's config.
+        calculate_per_token_loss: Megatron's flag of the same name.
 
     Returns:
-        The loss, 0-d, and the number of tokens, 0-d int32, to return to Megatron; and the count
-        that goes beside each local sum in its report, so that counts add up to B.
+        loss: 0-d, l·M·W/B, or l/B with per-token loss.
+        num_tokens: 0-d int32, 1, or 0 with per-token loss: Megatron then leaves gradients alone.
+        report_count: B/(M·W). A report `[l, report_count]` per key, summed by Megatron over
+            micro-batches and DP×CP ranks, divides Σ l by B.
+
+    Raises:
+        ValueError: l holds more than one value, or the step has B = 0 (no such step is run).
     """
-    world = layout.dp * layout.cp
-    num_microbatches = step.num_microbatches
-    denominator = step.loss_denominator
-    report_count = denominator / (num_microbatches * world)
-    scalar = local_sum.reshape(())
-    if calculate_per_token_loss:
-        return scalar / denominator, _count(0, scalar), report_count
-    return scalar * (num_microbatches * world / denominator), _count(1, scalar), report_count
-
-
-def _count(number: int, like: Tensor) -> Tensor:
-    return torch.tensor(number, dtype=torch.int32, device=like.device)
+    if l.numel() != 1:
+        raise ValueError(
+            f"the local sum must be one value, got shape {list(l.shape)}; sum with microbatch.mean"
+        )
+    if step.loss_denominator <= 0:
+        raise ValueError(
+            f"the step's loss denominator B is {step.loss_denominator}; a step without trained "
+            "tokens is passed over, never run"
+        )
+    shares = step.num_microbatches * layout.dp * layout.cp
+    factor = 1.0 if calculate_per_token_loss else float(shares)
+    num_tokens = torch.full(
+        (), 0 if calculate_per_token_loss else 1, dtype=torch.int32, device=l.device
+    )
+    loss = l.reshape(()) * (factor / step.loss_denominator)
+    return loss, num_tokens, step.loss_denominator / shares

@@ -1,1 +1,16 @@
 """Token weights and weighted sums: the arithmetic every loss and metric is built on."""
+
+from megatron_dynbatch.reduce.sample_mean import get_sum_of_sample_mean
+from megatron_dynbatch.reduce.segment_sums import segment_sums, token_weights
+from megatron_dynbatch.reduce.segment_table import SegmentTable, segment_table
+from megatron_dynbatch.reduce.weighted_sum import weighted_sum, weighted_sums
+
+__all__ = [
+    "SegmentTable",
+    "get_sum_of_sample_mean",
+    "segment_sums",
+    "segment_table",
+    "token_weights",
+    "weighted_sum",
+    "weighted_sums",
+]
