@@ -8,8 +8,10 @@ Needs NumPy and pyarrow only. In a loop of reinforcement learning:
 """
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
+from megatron_dynbatch.rollouts.directory import RolloutDirectory
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import SampleIndex
+from megatron_dynbatch.rollouts.jsonl import read_jsonl
 from megatron_dynbatch.rollouts.sample import OPTIONAL_FIELDS, PER_TOKEN_FIELDS, Sample
 from megatron_dynbatch.rollouts.source import BatchState, RolloutSource
 from megatron_dynbatch.rollouts.validation import validate_samples
@@ -20,8 +22,10 @@ __all__ = [
     "BatchState",
     "RolloutBatch",
     "RolloutDataError",
+    "RolloutDirectory",
     "RolloutSource",
     "Sample",
     "SampleIndex",
+    "read_jsonl",
     "validate_samples",
 ]

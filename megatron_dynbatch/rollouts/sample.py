@@ -133,7 +133,7 @@ def _array(name: str, value: object, kinds: str, wanted: str) -> NDArray[Any]:
 
 def _kind_of(array: NDArray[Any]) -> str:
     if array.dtype.kind == "O":
-        return "values that are not all numbers"
+        return "values that are not all (64-bit) numbers"
     return f"{array.dtype} values"
 
 

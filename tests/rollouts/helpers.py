@@ -1,0 +1,58 @@
+"""Samples that several tests share, and their comparison."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_dynbatch.rollouts import OPTIONAL_FIELDS, Sample
+
+
+def golden_samples() -> list[Sample]:
+    """Samples A, B, C, D of the golden fixture: prompts of 3, 5, 2, 1 tokens, three rollouts."""
+    prompts = [3, 5, 2, 1]
+    masks = [[1, 1, 0, 1], [1], [0, 0], [1, 1]]
+    values = [[1, 2, 100, 3], [10], [7, 8], [4, 6]]
+    return [
+        Sample(
+            range(10 * i, 10 * i + prompts[i] + len(masks[i])),
+            loss_mask=masks[i],
+            rollout_id=[0, 0, 1, 2][i],
+            values=values[i],
+        )
+        for i in range(4)
+    ]
+
+
+def random_samples(num_samples: int, seed: int, max_length: int = 40) -> list[Sample]:
+    """Samples with every field, trained or fully masked, NaN where masked."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for row in range(num_samples):
+        total = int(rng.integers(1, max_length))
+        mask = rng.integers(0, 2, int(rng.integers(0, total)))  # a prompt token at least
+        fields = {
+            name: np.where(mask == 1, rng.normal(size=len(mask)), np.nan)
+            for name in ("log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
+        }
+        samples.append(
+            Sample(
+                rng.integers(0, 1000, total),
+                loss_mask=mask,
+                rollout_id=None if row % 5 == 4 else row // 2,
+                group_id=None if row % 5 == 4 else row // 4,
+                reward=float(rng.normal()),
+                advantage=float(rng.normal()) if row % 2 else rng.normal(size=len(mask)),
+                **fields,
+            )
+        )
+    return samples
+
+
+def assert_same_samples(found: Sequence[Sample], wanted: Sequence[Sample]) -> None:
+    """Every field equal, bit for bit, with the same type."""
+    assert len(found) == len(wanted)
+    for row, (left, right) in enumerate(zip(found, wanted, strict=True)):
+        for name in ("tokens", "loss_mask", "rollout_id", "group_id", *OPTIONAL_FIELDS):
+            one, other = getattr(left, name), getattr(right, name)
+            assert type(one) is type(other), (row, name, one, other)
+            np.testing.assert_array_equal(one, other, err_msg=f"row {row}, {name}", strict=True)
