@@ -29,6 +29,7 @@ TOKEN_KEYS = {
     "loss_mask": torch.float32,
     "position_ids": torch.int64,
 }
+BATCH_KEYS = (*TOKEN_KEYS, "cu_seqlens", "max_seqlen")
 # Megatron 0.17 does not count the FLOPs of packed sequences.
 count_flops = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
 
@@ -47,7 +48,7 @@ def receive_batch(batch):
         batch = {k: torch.empty(shape, dtype=d, device="cuda") for k, d in TOKEN_KEYS.items()}
         batch["cu_seqlens"] = torch.empty((1, int(length)), dtype=torch.int32, device="cuda")
         batch["max_seqlen"] = torch.empty(1, dtype=torch.int32, device="cuda")
-    for key in (*TOKEN_KEYS, "cu_seqlens", "max_seqlen"):
+    for key in BATCH_KEYS:
         torch.distributed.broadcast(batch[key], source, group=group)
     return batch
 
@@ -57,7 +58,7 @@ def get_batch(data_iterator):
     batch = None
     if mpu.get_tensor_model_parallel_rank() == 0:
         batch = next(data_iterator)
-        batch = {k: batch[k].cuda(non_blocking=True) for k in (*TOKEN_KEYS, "cu_seqlens", "max_seqlen")}
+        batch = {key: batch[key].cuda(non_blocking=True) for key in BATCH_KEYS}
     batch = receive_batch(batch)
     cu_seqlens = batch["cu_seqlens"][0]
     max_seqlen = int(batch["max_seqlen"].max())
@@ -153,9 +154,11 @@ def model_provider(
 class CountingSequences(torch.utils.data.Dataset):
     """Packs of made-up sequences of different lengths, each of which counts upwards."""
 
-    def __init__(self, size, seq_length, vocab_size, multiple):
-        self.size, self.seq_length = size, seq_length
-        self.vocab_size, self.multiple = vocab_size, multiple
+    # Context parallelism cuts every sequence in twice as many chunks as it has ranks.
+    multiple = 8
+
+    def __init__(self, size, seq_length, vocab_size):
+        self.size, self.seq_length, self.vocab_size = size, seq_length, vocab_size
 
     def __len__(self):
         return self.size
@@ -187,11 +190,7 @@ def datasets_provider(train_valid_test_num_samples, vp_stage=None):
     args = get_args()
     print_rank_0("> building sequences that count upwards ...")
     return tuple(
-        CountingSequences(
-            size, args.seq_length, args.vocab_size or 64, 2 * args.context_parallel_size
-        )
-        if size
-        else None
+        CountingSequences(size, args.seq_length, args.vocab_size or 64) if size else None
         for size in train_valid_test_num_samples
     )
 

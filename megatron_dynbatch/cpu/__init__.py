@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 
 from megatron_dynbatch.cpu.device_mode import DeviceMode
+from megatron_dynbatch.cpu.reset import reset_megatron
 
-__all__ = ["DeviceMode", "enable", "is_enabled"]
+__all__ = ["DeviceMode", "enable", "is_enabled", "reset_megatron"]
 
 _enabled = False
 

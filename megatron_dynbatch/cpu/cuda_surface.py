@@ -152,7 +152,7 @@ def _typed_tensors() -> None:
 
 
 def _accelerator() -> None:
-    """No accelerator: torch's own code (process groups, data loaders, optimizers) takes its CPU path.
+    """No accelerator: torch itself (process groups, loaders, optimizers) takes its CPU paths.
 
     `torch.cuda.is_available` answers True for Megatron, therefore torch must not be asked twice.
     """

@@ -61,7 +61,7 @@ def _to_cpu(device: Any) -> Any:
 
 
 def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Speak of CPU tensor types by their CUDA names: DistributedOptimizer compares these strings."""
+    """Call CPU tensor types by their CUDA names: DistributedOptimizer compares these strings."""
     if len(args) == 1 and not kwargs:
         return func(*args).replace("torch.", "torch.cuda.", 1)
     if len(args) > 1 and isinstance(args[1], str):
