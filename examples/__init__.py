@@ -1,0 +1,1 @@
+"""Programs that use megatron_dynbatch; they run as they stand, on a CPU too."""

@@ -1,0 +1,1 @@
+"""The demo: real Megatron training with steps of different sizes, on two CPU processes."""
