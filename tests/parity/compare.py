@@ -1,0 +1,69 @@
+"""Compare what Megatron did with the reference, quantity by quantity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from tests.parity.job import Observed, assemble
+from tests.parity.reference import ReferenceStep
+
+LOSS_NAME = "lm loss"
+
+
+def deviations(
+    observed: Sequence[Observed], reference: Sequence[ReferenceStep], *, tensors: bool = True
+) -> dict[str, float]:
+    """Largest relative deviation of each quantity over all steps.
+
+    Args:
+        observed: What each rank saw.
+        reference: The reference's steps.
+        tensors: Whether gradients and parameters are compared too.
+
+    Returns:
+        Quantity → deviation. Losses, norms and rates relative to the reference's value, tensors
+        by their largest entry's difference relative to the largest entry of that step's tensors
+        of that name. ``consumed`` is an absolute difference.
+
+    Raises:
+        AssertionError: Numbers of steps differ, or ranks disagree about what they share.
+    """
+    last = observed[-1].rows
+    assert len(last) == len(reference), f"{len(last)} steps were trained, not {len(reference)}"
+    for rank, one in enumerate(observed):
+        shared = [{k: row[k] for k in ("iteration", "consumed")} for row in one.rows]
+        expected = [{k: row[k] for k in ("iteration", "consumed")} for row in last]
+        assert shared == expected, f"rank {rank} counts {shared}, the last rank {expected}"
+    found = dict.fromkeys(("loss", "grad norm", "learning rate", "consumed"), 0.0)
+    for row, step in zip(last, reference, strict=True):
+        _raise_to(found, "loss", _relative(row[LOSS_NAME], step.loss))
+        _raise_to(found, "grad norm", _relative(row["grad_norm"], step.grad_norm))
+        _raise_to(found, "learning rate", _relative(row["learning_rate"], step.learning_rate))
+        _raise_to(found, "consumed", abs(row["consumed"] - step.consumed))
+    if tensors:
+        for number, step in enumerate(reference):
+            gradients = assemble([one.gradients[number] for one in observed])
+            parameters = assemble([one.parameters[number] for one in observed])
+            _raise_to(found, "gradients", tensor_deviation(gradients, step.gradients))
+            _raise_to(found, "parameters", tensor_deviation(parameters, step.parameters))
+    return found
+
+
+def tensor_deviation(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """Largest |ours − theirs| over all names, relative to the largest |theirs| of that name."""
+    assert ours.keys() == theirs.keys(), f"names differ: {sorted(ours.keys() ^ theirs.keys())}"
+    worst = 0.0
+    for name, value in theirs.items():
+        scale = value.abs().max().item() or 1.0
+        worst = max(worst, (ours[name].double() - value.double()).abs().max().item() / scale)
+    return worst
+
+
+def _raise_to(found: dict[str, float], name: str, value: float) -> None:
+    found[name] = max(found.get(name, 0.0), value)
+
+
+def _relative(ours: float, theirs: float) -> float:
+    return abs(ours - theirs) / abs(theirs) if theirs else abs(ours)

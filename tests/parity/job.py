@@ -1,0 +1,235 @@
+"""One parity cell: a whole Megatron training on every rank, and what it left behind.
+
+The script runs as the launcher would run it; the cell's observer stands around Megatron's own
+optimizer and log, so that what is compared is what Megatron itself saw.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.parity.architecture import Architecture
+from tests.parity.reference import Recipe
+from tests.pool import ROOT, run_ranks
+
+STOCK_SCRIPT = ROOT / "examples" / "pretrain_gpt_sft.py"
+OWN_SCRIPT = Path(__file__).parent / "own_script.py"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What to train and how.
+
+    Attributes:
+        ranks: Processes.
+        flags: Megatron's options by name, on top of architecture and recipe; True is a bare flag,
+            None or False leaves it out.
+        recipe: Gives the optimizer's and the schedule's flags.
+        architecture: The model.
+        script: Pretrain script.
+        plugin: Whether the hooks are installed.
+        overwrite_weights: Start from the architecture's initial parameters (not at a resume).
+        prepare: Called on every rank before the script starts; picklable.
+    """
+
+    ranks: int = 1
+    flags: Mapping[str, object] = field(default_factory=dict)
+    recipe: Recipe = field(default_factory=Recipe)
+    architecture: Architecture = field(default_factory=Architecture)
+    script: Path = STOCK_SCRIPT
+    plugin: bool = True
+    overwrite_weights: bool = True
+    prepare: Callable[[], None] | None = None
+
+    def argv(self) -> list[str]:
+        """The script's command line."""
+        flags = {
+            **self.architecture.flags(),
+            **self.recipe.flags(),
+            "log-interval": 1,
+            "eval-iters": 0,
+            "eval-interval": 1000,
+            **self.flags,
+        }
+        argv: list[str] = []
+        for name, value in flags.items():
+            if value is True:
+                argv.append(f"--{name}")
+            elif value is not None and value is not False:
+                argv += [f"--{name}", str(value)]
+        return argv
+
+
+@dataclass
+class Shard:
+    """One rank's part of a tensor that has a global name.
+
+    Attributes:
+        values: The part.
+        dim: Dimension that tensor parallelism splits; None if every rank has all of it.
+        rank: Tensor-parallel rank.
+        pieces: How many matrices are stacked along `dim`, each split on its own.
+    """
+
+    values: Tensor
+    dim: int | None
+    rank: int
+    pieces: int
+
+
+@dataclass
+class Observed:
+    """What one rank saw.
+
+    Attributes:
+        rows: One per logged iteration: iteration, learning_rate, grad_norm, consumed, and the
+            reported losses where this rank has them (last pipeline stage).
+        learning_rates: Used by each optimizer step.
+        weight_decays: Used by each optimizer step, on matrices.
+        gradients: For each optimizer step, global name → gradient before clipping.
+        parameters: For each optimizer step, global name → value after it.
+    """
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    weight_decays: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Shard]] = field(default_factory=list)
+    parameters: list[dict[str, Shard]] = field(default_factory=list)
+
+
+def run_cell(cell: Cell, timeout: float = 120.0) -> list[Observed]:
+    """Train the cell on its ranks; what each rank saw, in rank order."""
+    return run_ranks(cell.ranks, run_rank, cell, timeout=timeout)
+
+
+def run_rank(cell: Cell) -> Observed:
+    """The cell on this rank."""
+    from megatron_dynbatch.run import Launch, run_target
+
+    if cell.plugin:
+        from megatron_dynbatch import hooks
+
+        hooks.install()
+    if cell.prepare is not None:
+        cell.prepare()
+    observed = Observed()
+    _observe(observed, cell)
+    run_target(Launch(str(cell.script), False, tuple(cell.argv()), cpu=True))
+    return observed
+
+
+def _observe(observed: Observed, cell: Cell) -> None:
+    """Wrap Megatron's loop and log; the process ends with the job, so nothing is put back."""
+    from megatron.training import training
+
+    train_loop, log = training.train, training.training_log
+
+    @functools.wraps(train_loop)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(train_loop).bind(*args, **kwargs).arguments
+        model, optimizer = given["model"], given["optimizer"]
+        if cell.overwrite_weights:
+            set_parameters(model, cell.architecture.initial_parameters())
+            optimizer.reload_model_params()
+        _observe_optimizer(observed, model, optimizer)
+        return train_loop(*args, **kwargs)
+
+    @functools.wraps(log)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(log).bind(*args, **kwargs).arguments
+        observed.rows.append(_row(given))
+        return log(*args, **kwargs)
+
+    training.train, training.training_log = train, training_log
+
+
+def _row(given: Mapping[str, Any]) -> dict[str, float]:
+    from megatron.training import get_args
+
+    row = {
+        "iteration": given["iteration"],
+        "learning_rate": given["learning_rate"],
+        "grad_norm": float(given["grad_norm"]),
+        "consumed": get_args().consumed_train_samples,
+    }
+    row.update({name: float(value) for name, value in given["loss_dict"].items()})
+    return row
+
+
+def _observe_optimizer(observed: Observed, model: Sequence[Any], optimizer: Any) -> None:
+    step = optimizer.step
+
+    def observed_step(*args: Any, **kwargs: Any) -> Any:
+        matrices = max(optimizer.param_groups, key=lambda group: group["weight_decay"])
+        observed.learning_rates.append(float(matrices["lr"]))
+        observed.weight_decays.append(float(matrices["weight_decay"]))
+        observed.gradients.append(_shards(model, lambda parameter: parameter.main_grad))
+        result = step(*args, **kwargs)
+        observed.parameters.append(_shards(model, lambda parameter: parameter.data))
+        return result
+
+    optimizer.step = observed_step
+
+
+def set_parameters(model: Sequence[Any], values: Mapping[str, Tensor]) -> None:
+    """Give every parameter its part of the unsharded value of its global name."""
+    from tests.cpu.weights import cut, global_parameters
+
+    with torch.no_grad():
+        for name, parameter in global_parameters(model):
+            size, rank = _tensor_parallel(parameter)
+            parameter.copy_(cut(values[name], parameter, size, rank))
+
+
+def _shards(model: Sequence[Any], read: Callable[[Any], Tensor]) -> dict[str, Shard]:
+    from tests.cpu.weights import global_parameters
+
+    shards = {}
+    parameter: Any  # a Tensor with Megatron's partition attributes
+    for name, parameter in global_parameters(model):
+        size, rank = _tensor_parallel(parameter)
+        dim = parameter.partition_dim if size > 1 else None
+        pieces = parameter.partition_stride if size > 1 else 1
+        shards[name] = Shard(read(parameter).detach().clone(), dim, rank, pieces)
+    return shards
+
+
+def _tensor_parallel(parameter: Any) -> tuple[int, int]:
+    from megatron.core import mpu
+
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return 1, 0
+    return mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+
+
+def assemble(parts: Sequence[Mapping[str, Shard]]) -> dict[str, Tensor]:
+    """Whole tensors by global name, from all ranks' shards of one step.
+
+    Raises:
+        AssertionError: Ranks that should hold the same shard differ.
+    """
+    found: dict[str, dict[int, Shard]] = {}
+    for part in parts:
+        for name, shard in part.items():
+            twin = found.setdefault(name, {}).setdefault(shard.rank, shard)
+            difference = (twin.values - shard.values).abs().max().item()
+            assert difference <= 1e-6 * (1 + twin.values.abs().max().item()), (
+                f"{name} differs by {difference} between ranks that replicate it"
+            )
+    return {name: _joined([shards[r] for r in sorted(shards)]) for name, shards in found.items()}
+
+
+def _joined(shards: Sequence[Shard]) -> Tensor:
+    dim = shards[0].dim
+    if dim is None:
+        return shards[0].values
+    pieces = [shard.values.chunk(shard.pieces, dim) for shard in shards]
+    return torch.cat([torch.cat(piece, dim) for piece in zip(*pieces, strict=True)], dim)

@@ -1,0 +1,266 @@
+"""An independent single-process training loop to compare with.
+
+Plain torch: one sample at a time through a GPT written out below, no packing, no padding, no
+micro-batches, no Megatron, and no code of the package under test. The loss of a step is the
+formula of semantics.md, word by word; clipping, AdamW and the schedule follow Megatron's
+documentation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.parity.architecture import Architecture
+from tests.parity.rollouts import Example
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything about the training that is neither data nor architecture.
+
+    Horizons are in rollouts. `dtype` is that of weights and arithmetic.
+    """
+
+    reduction: str = "rollout"
+    loss_constant: float = 1.0
+    empty_rollouts: str = "count"
+    learning_rate: float = 2e-3
+    min_learning_rate: float = 0.0
+    warmup: int = 0
+    decay: int = 45
+    weight_decay: float = 0.1
+    end_weight_decay: float | None = None
+    clip_grad: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    dtype: torch.dtype = torch.float64
+
+    def flags(self) -> dict[str, object]:
+        """Megatron's options for this recipe."""
+        flags: dict[str, object] = {
+            "lr": self.learning_rate,
+            "min-lr": self.min_learning_rate,
+            "lr-decay-style": "linear",
+            "lr-decay-samples": self.decay,
+            "weight-decay": self.weight_decay,
+            "clip-grad": self.clip_grad,
+            "adam-beta1": self.betas[0],
+            "adam-beta2": self.betas[1],
+            "adam-eps": self.epsilon,
+        }
+        if self.warmup:
+            flags["lr-warmup-samples"] = self.warmup
+        if self.end_weight_decay is not None:
+            flags["start-weight-decay"] = self.weight_decay
+            flags["end-weight-decay"] = self.end_weight_decay
+            flags["weight-decay-incr-style"] = "linear"
+        return flags
+
+    def learning_rate_at(self, consumed: int) -> float:
+        """Linear warm-up from 0, then linear decay; `consumed` rollouts were trained."""
+        if self.warmup and consumed <= self.warmup:
+            return self.learning_rate * consumed / self.warmup
+        done = min(1.0, (consumed - self.warmup) / (self.decay - self.warmup))
+        return self.min_learning_rate + (1 - done) * (self.learning_rate - self.min_learning_rate)
+
+    def weight_decay_at(self, consumed: int, total: int) -> float:
+        """Constant, or linear from start to end over `total` rollouts."""
+        if self.end_weight_decay is None:
+            return self.weight_decay
+        done = min(1.0, consumed / total)
+        return self.weight_decay + done * (self.end_weight_decay - self.weight_decay)
+
+
+@dataclass
+class ReferenceStep:
+    """What one step did.
+
+    Attributes:
+        loss: L of semantics.md.
+        grad_norm: L2 norm of all gradients, before clipping.
+        learning_rate: For the next step.
+        weight_decay: For the next step.
+        consumed: Rollouts trained so far.
+        gradients: Global name → gradient before clipping.
+        parameters: Global name → value after the update.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    weight_decay: float
+    consumed: int
+    gradients: dict[str, Tensor] = field(repr=False)
+    parameters: dict[str, Tensor] = field(repr=False)
+
+
+def train(
+    steps: Sequence[Sequence[Example]],
+    recipe: Recipe,
+    architecture: Architecture | None = None,
+    total: int | None = None,
+) -> list[ReferenceStep]:
+    """Train from the architecture's initial parameters.
+
+    Args:
+        steps: The examples of each step, all of its rollouts whole.
+        recipe: How.
+        architecture: The model.
+        total: Rollouts of the whole run, for the weight-decay schedule.
+    """
+    architecture = architecture or Architecture()
+    total = total or sum(len({e.rollout for e in step}) for step in steps)
+    values = architecture.initial_parameters()
+    parameters = {n: v.to(recipe.dtype).requires_grad_() for n, v in values.items()}
+    optimizer = torch.optim.AdamW(_groups(parameters), betas=recipe.betas, eps=recipe.epsilon)
+    consumed, records = 0, []
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate_at(consumed)
+            group["weight_decay"] = group["decays"] * recipe.weight_decay_at(consumed, total)
+        optimizer.zero_grad()
+        loss = step_loss(parameters, step, recipe, architecture)
+        loss.backward()
+        gradients = {n: _gradient(p).clone() for n, p in parameters.items()}
+        norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients.values()))
+        _clip(parameters, norm, recipe.clip_grad)
+        optimizer.step()
+        consumed += len({example.rollout for example in step})
+        records.append(
+            ReferenceStep(
+                loss=loss.item(),
+                grad_norm=norm,
+                learning_rate=recipe.learning_rate_at(consumed),
+                weight_decay=recipe.weight_decay_at(consumed, total),
+                consumed=consumed,
+                gradients=gradients,
+                parameters={n: p.detach().clone() for n, p in parameters.items()},
+            )
+        )
+    return records
+
+
+def step_loss(
+    parameters: dict[str, Tensor],
+    examples: Sequence[Example],
+    recipe: Recipe,
+    architecture: Architecture,
+) -> Tensor:
+    """L = (1/B) Σ_i (1/d_i) Σ_t m_it x_it (semantics.md), x the cross entropy of each token."""
+    denominators, count = denominators_of(examples, recipe)
+    loss = torch.zeros((), dtype=recipe.dtype)
+    for example, denominator in zip(examples, denominators, strict=True):
+        trained = torch.tensor(example.mask, dtype=torch.bool)
+        if not trained.any():
+            continue
+        losses = response_losses(parameters, example, architecture)
+        loss = loss + losses[trained].sum() / denominator
+    return loss / count
+
+
+def denominators_of(examples: Sequence[Example], recipe: Recipe) -> tuple[list[float], float]:
+    """d of each example, and B."""
+    own = [sum(example.mask) for example in examples]
+    if recipe.reduction == "token":
+        return [1.0] * len(examples), float(sum(own))
+    keys: list[Hashable]
+    if recipe.reduction == "sample":
+        keys = list(range(len(examples)))
+    elif recipe.reduction == "group":
+        keys = [example.group for example in examples]
+    else:
+        keys = [example.rollout for example in examples]
+    sums: dict[Hashable, int] = defaultdict(int)
+    for key, trained in zip(keys, own, strict=True):
+        sums[key] += trained
+    counted = [key for key in sums if sums[key] or recipe.empty_rollouts == "count"]
+    if recipe.reduction == "constant":
+        return [recipe.loss_constant] * len(examples), float(len(counted))
+    return [float(sums[key]) for key in keys], float(len(counted))
+
+
+def response_losses(
+    parameters: dict[str, Tensor], example: Example, architecture: Architecture
+) -> Tensor:
+    """Cross entropy of every response token, [R]."""
+    tokens = torch.tensor(example.tokens)
+    prompt = len(example.tokens) - len(example.mask)
+    logits = model_logits(parameters, tokens, architecture)
+    # The prediction of token t is made at position t - 1.
+    return F.cross_entropy(logits[prompt - 1 : -1], tokens[prompt:], reduction="none")
+
+
+def model_logits(
+    parameters: dict[str, Tensor], tokens: Tensor, architecture: Architecture
+) -> Tensor:
+    """The GPT on one sequence: [T] token ids → [T, vocab] logits."""
+    stream = parameters["embedding.word_embeddings.weight"][tokens]
+    for layer in range(architecture.num_layers):
+        prefix = f"decoder.layers.{layer}."
+        own = {n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}
+        stream = stream + _attention(
+            _norm(stream, own["input_layernorm.weight"]), own, architecture
+        )
+        stream = stream + _swiglu(_norm(stream, own["pre_mlp_layernorm.weight"]), own)
+    stream = _norm(stream, parameters["decoder.final_layernorm.weight"])
+    return stream @ parameters["output_layer.weight"].T
+
+
+def _norm(stream: Tensor, weight: Tensor) -> Tensor:
+    return stream / torch.sqrt((stream**2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def _attention(stream: Tensor, own: dict[str, Tensor], architecture: Architecture) -> Tensor:
+    length, groups, width = len(stream), architecture.query_groups, architecture.head_dim
+    per_group = architecture.heads // groups
+    # Megatron's rows: for each group its queries, then its key, then its value.
+    mixed = stream @ own["self_attention.linear_qkv.weight"].T
+    mixed = mixed.view(length, groups, per_group + 2, width).permute(1, 2, 0, 3)
+    query = _rotate(mixed[:, :per_group])
+    key = _rotate(mixed[:, per_group : per_group + 1])
+    scores = query @ key.transpose(-1, -2) / math.sqrt(width)
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    attended = scores.masked_fill(future, -math.inf).softmax(-1) @ mixed[:, per_group + 1 :]
+    merged = attended.permute(2, 0, 1, 3).reshape(length, -1)
+    return merged @ own["self_attention.linear_proj.weight"].T
+
+
+def _rotate(heads: Tensor) -> Tensor:
+    """Rotary embedding of [..., T, d]; angles in float32, as Megatron tabulates them."""
+    length, width = heads.shape[-2:]
+    frequencies = 1.0 / (10000 ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    cosine, sine = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
+    first, second = heads[..., : width // 2], heads[..., width // 2 :]
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+def _swiglu(stream: Tensor, own: dict[str, Tensor]) -> Tensor:
+    gate, up = (stream @ own["mlp.linear_fc1.weight"].T).chunk(2, -1)
+    return (gate * torch.sigmoid(gate) * up) @ own["mlp.linear_fc2.weight"].T
+
+
+def _groups(parameters: dict[str, Tensor]) -> list[dict[str, object]]:
+    """Weight decay on matrices only, as Megatron does it."""
+    matrices = [p for p in parameters.values() if p.dim() > 1]
+    vectors = [p for p in parameters.values() if p.dim() == 1]
+    return [{"params": matrices, "decays": 1.0}, {"params": vectors, "decays": 0.0}]
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _clip(parameters: dict[str, Tensor], norm: float, limit: float) -> None:
+    factor = limit / (norm + 1e-6)
+    if factor < 1.0:
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)

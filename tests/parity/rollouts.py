@@ -1,0 +1,90 @@
+"""The rollouts that the parity suite trains on: uneven steps, fan-out, distinct lengths, holes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dynbatch.rollouts import RolloutDirectory, Sample
+
+STEP_SIZES = (8, 5, 12, 3, 9, 8)
+"""Rollouts of each step; 45 in all."""
+
+CAPACITY = 64
+"""Tokens that a micro-batch holds at most, per GPU; every sample fits."""
+
+_SHORTEST, _LONGEST = 4, 40
+
+
+@dataclass(frozen=True)
+class Example:
+    """One training sequence as the reference sees it.
+
+    Attributes:
+        tokens: T token ids.
+        mask: R entries 0/1 for the last R tokens.
+        rollout: Which rollout emitted it, unique over all steps.
+        group: Prompt group of that rollout.
+        advantage: For policy losses.
+    """
+
+    tokens: tuple[int, ...]
+    mask: tuple[int, ...]
+    rollout: int
+    group: int
+    advantage: float = 0.0
+
+
+def make_steps(
+    sizes: Sequence[int] = STEP_SIZES, *, vocab: int = 128, seed: int = 0
+) -> list[list[Example]]:
+    """Rollouts of 1 to 4 samples each; lengths differ within a step; some masks are all zero.
+
+    In every step the second rollout is trained nowhere, and one sample of a larger rollout has an
+    empty mask too. Two rollouts make a prompt group.
+    """
+    draw = random.Random(seed)
+    steps, rollout = [], 0
+    for size in sizes:
+        fan_outs = [1 + (rollout + k) % 4 for k in range(size)]
+        lengths = draw.sample(range(_SHORTEST, _LONGEST + 1), sum(fan_outs))
+        step = []
+        for k, fan_out in enumerate(fan_outs):
+            for j in range(fan_out):
+                empty = k == 1 or (fan_out == 4 and j == 2)
+                step.append(_example(draw, lengths.pop(), rollout + k, vocab, empty=empty))
+        steps.append(step)
+        rollout += size
+    return steps
+
+
+def _example(draw: random.Random, length: int, rollout: int, vocab: int, *, empty: bool) -> Example:
+    response = draw.randint(1, length - 1)
+    mask = [0 if empty else int(draw.random() < 0.8) for _ in range(response)]
+    if not empty:
+        mask[-1] = 1
+    # The last id is Megatron's end of document; keep clear of it.
+    tokens = [draw.randrange(vocab - 1) for _ in range(length)]
+    return Example(tuple(tokens), tuple(mask), rollout, rollout // 2, draw.uniform(-1, 1))
+
+
+def write_batches(path: Path, batches: Sequence[Sequence[Example]], *, finish: bool = True) -> None:
+    """One rollout batch for each list of examples, then the END marker."""
+    directory = RolloutDirectory(path)
+    for batch in batches:
+        directory.write([to_sample(example) for example in batch])
+    if finish:
+        directory.finish()
+
+
+def to_sample(example: Example) -> Sample:
+    """The same sequence in the package's contract."""
+    return Sample(
+        tokens=example.tokens,
+        loss_mask=example.mask,
+        rollout_id=example.rollout,
+        group_id=example.group,
+        advantage=example.advantage,
+    )
