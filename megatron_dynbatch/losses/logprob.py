@@ -81,8 +81,8 @@ class _LogProbEntropy(torch.autograd.Function):
         target = targets - _vocab_start(logits.shape[1], tp_group)
         local = torch.cat(
             [
-                _chunk_statistics(x, t, entropy != "none")
-                for x, t in zip(_chunks(logits, scale), target.split(ROWS_PER_CHUNK), strict=True)
+                _chunk_statistics(x, target[rows], entropy != "none")
+                for rows, x in _chunks(logits, scale)
             ]
             or [logits.new_zeros(0, 4, dtype=_compute_dtype(logits))]
         )
@@ -101,8 +101,7 @@ class _LogProbEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, lse, ent, keep = ctx.saved_tensors
         grad = torch.empty_like(logits)
-        for i, x in enumerate(_chunks(logits, ctx.scale)):
-            rows = slice(i * ROWS_PER_CHUNK, (i + 1) * ROWS_PER_CHUNK)
+        for rows, x in _chunks(logits, ctx.scale):
             grad_logp = grads[0][rows, None]
             log_p = x - lse[rows, None]
             p = log_p.exp()
@@ -121,10 +120,10 @@ def _compute_dtype(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _chunks(logits: Tensor, scale: float) -> Iterator[Tensor]:
+def _chunks(logits: Tensor, scale: float) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, logits.shape[0], ROWS_PER_CHUNK):
-        rows = logits[start : start + ROWS_PER_CHUNK]
-        yield rows.to(_compute_dtype(logits)) * scale
+        rows = slice(start, start + ROWS_PER_CHUNK)
+        yield rows, logits[rows].to(_compute_dtype(logits)) * scale
 
 
 def _vocab_start(part: int, tp_group: dist.ProcessGroup | None) -> int:
