@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_dynbatch.report import StepReport, read_step_reports
@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 _POLL_SECONDS = 0.1
 _WAITING_LINE_SECONDS = 5.0
-# torchrun's own error only says that a worker failed.
 _REASON = re.compile(r"^(?:\[rank\d+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception|Timeout|Failure): .+)")
-_NOT_THE_REASON = ("ChildFailedError", "RankFailure")
+# They only say that another process failed.
+_NOT_THE_REASON = ("ChildFailedError", "RankFailure", "Connection closed by peer")
 
 
 class TrainingFailed(RuntimeError):
@@ -31,6 +31,7 @@ def train(
     log_file: Path,
     on_step: Callable[[StepReport], None],
     num_processes: int = 2,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Run Megatron under torchrun until it ends by itself.
 
@@ -40,6 +41,7 @@ def train(
         log_file: Gets everything that the processes print.
         on_step: Called once for each step, in order, soon after it ran.
         num_processes: Ranks.
+        environment: Variables to set besides those of this process.
 
     Raises:
         TrainingFailed: A process ended with an error.
@@ -49,10 +51,10 @@ def train(
         f"--nproc-per-node={num_processes}",
         "-m", "megatron_dynbatch.run", "--cpu", *launch,
     ]  # fmt: skip
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    variables = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
     with log_file.open("w") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=REPOSITORY, env=environment
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=REPOSITORY, env=variables
         )
         try:
             for report in _follow(process, report_file):
