@@ -54,4 +54,5 @@ def _worker(rank, store):
 
 def test_two_ranks(tmp_path):
     pytest.importorskip("megatron.core")
-    mp.spawn(_worker, args=(tmp_path / "store",), nprocs=2)
+    # fork: the children keep what the parent has imported, which takes most of the time.
+    mp.start_processes(_worker, args=(tmp_path / "store",), nprocs=2, start_method="fork")
