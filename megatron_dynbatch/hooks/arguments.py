@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ def adding_arguments(add: Callable[..., Any]) -> Callable[..., Any]:
     def add_with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add(parser)
         _add_flags(parser)
+        _mend_help(parser)
         _after_parsing(parser)
         return parser
 
@@ -70,6 +72,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="Function (cursor, model_chunks) called on every rank when the next batch is not "
         "there yet.")
     add("--step-report", metavar="FILE", help="JSONL file that gets one line per step.")
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Double lone percent signs: one of them (0.19, paged stash) makes ``--help`` raise."""
+    for action in parser._actions:
+        if action.help:
+            action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
 
 
 def _rollouts_per_step(text: str) -> int | str:
@@ -129,7 +138,6 @@ def _imply(args: argparse.Namespace) -> None:
         args.eval_global_batch_size = _whole_shares(size, args)
     args.dataloader_type = "external"
     if args.micro_batch_width == "variable":
-        args.variable_seq_lengths = True
         return
     width = args.max_tokens_per_gpu * args.context_parallel_size
     if args.seq_length not in (None, width):
@@ -153,8 +161,8 @@ def _whole_shares(size: int, args: argparse.Namespace) -> int:
     return max(dp, size // dp * dp)
 
 
-def check_args(args: argparse.Namespace) -> None:
-    """Check validated arguments before anything is built.
+def settle_args(args: argparse.Namespace) -> None:
+    """Check arguments that Megatron has validated, and set what its validation resets.
 
     Raises:
         ValueError: One line per combination that is refused, or the option that is wrong.
@@ -166,7 +174,9 @@ def check_args(args: argparse.Namespace) -> None:
             + "\n".join(f"  {reason}" for reason in reasons)
         )
     options_from_args(args).capacity(layout_from_args(args))
-    source_from_args(args)
+    source_from_args(args).state(0)  # raises if the path is something else than rollouts
+    if args.micro_batch_width == "variable":
+        args.variable_seq_lengths = True
 
 
 def layout_from_args(args: argparse.Namespace) -> ParallelLayout:

@@ -55,7 +55,7 @@ def _attribute(seam: Seam) -> Any:
 def _warn_if_untested() -> None:
     from megatron.core.package_info import __version__ as version
 
-    if version not in TESTED_VERSIONS:
+    if version.partition("+")[0] not in TESTED_VERSIONS:
         warnings.warn(
             f"megatron_dynbatch is tested with megatron-core {', '.join(TESTED_VERSIONS)}; all "
             f"its sites match in {version}, which is not among them",

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_dynbatch.hooks.arguments import check_args
+from megatron_dynbatch.hooks.arguments import settle_args
 from megatron_dynbatch.hooks.policy import batch_needed
 from megatron_dynbatch.hooks.session import Session, end_session, session, start_session
 
@@ -55,7 +55,7 @@ def building_calculator(build: Callable[..., Any]) -> Callable[..., Any]:
         if args is None or not getattr(args, "dynamic_global_batch", False):
             end_session()
             return build(*positional, **named)
-        check_args(args)
+        settle_args(args)
         return StepCalculator(start_session(args))
 
     return build_or_replace

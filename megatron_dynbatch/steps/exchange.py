@@ -96,8 +96,9 @@ class Exchange:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks of an error here; they raise it at their next wait."""
-        kind = "" if isinstance(error, RankFailure) else f"{type(error).__name__}: "
-        self._store.set("failed", f"rank {self.rank}: {kind}{error}")
+        if not self._store.check(["failed"]):  # the first error is the cause
+            kind = "" if isinstance(error, RankFailure) else f"{type(error).__name__}: "
+            self._store.set("failed", f"rank {self.rank}: {kind}{error}")
 
     def failing(self) -> _Failing:
         """Context in which an error is told to the other ranks before it propagates."""
