@@ -132,15 +132,17 @@ def read_rows(
         if "advantage" in wanted:
             wanted.add("token_advantages")
         names = [n for n in file.schema_arrow.names if n in _REQUIRED or n in wanted]
-        ends = np.cumsum(
-            [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)],
-            dtype=np.int64,
-        )
+        counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        ends = np.cumsum(counts, dtype=np.int64)
         by_row: dict[int, Sample] = {}
         for group, members in _rows_by_group(path, rows, ends).items():
             table = file.read_row_group(group, columns=names, use_threads=False)
-            start = int(ends[group]) - table.num_rows
-            by_row.update(_decode(path, table, start, members))
+            if table.num_rows != counts[group]:
+                raise RolloutDataError(
+                    f"{path}: row group {group} has {table.num_rows} rows, its footer says "
+                    f"{counts[group]}; the file is damaged: write the batch again"
+                )
+            by_row.update(_decode(path, table, int(ends[group]) - counts[group], members))
     numbers = list(by_row)
     if numbers:
         validate_samples(
@@ -157,7 +159,7 @@ def _open(path: Path) -> Iterator[Any]:
             yield pq.ParquetFile(file, pre_buffer=True, page_checksum_verification=True)
     except (FileNotFoundError, PermissionError, RolloutDataError):
         raise
-    except (pa.ArrowException, OSError, MemoryError) as error:
+    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
         raise RolloutDataError(
             f"{path}: cannot be read as Parquet ({error}); it is damaged, truncated or something "
             "else: write the batch again"

@@ -7,7 +7,7 @@ always holds NumPy arrays of the documented dtypes; whether the values make sens
 
 import operator
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -64,7 +64,7 @@ class Sample:
         *,
         rollout_id: SupportsIndex | None = None,
         group_id: SupportsIndex | None = None,
-        reward: float | None = None,
+        reward: SupportsFloat | None = None,
         advantage: ArrayLike | None = None,
         log_probs: ArrayLike | None = None,
         ref_log_probs: ArrayLike | None = None,

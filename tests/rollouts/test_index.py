@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dynbatch.rollouts import RolloutDataError, SampleIndex
@@ -64,6 +64,7 @@ def test_empty_index() -> None:
     assert (len(index), index.num_rollouts, index.num_groups) == (0, 0, 0)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(ids, ids), max_size=20))
 def test_numbering_against_dictionaries(pairs: list[tuple[int, int]]) -> None:
     rollouts = [("own", row) if r < 0 else ("id", r) for row, (r, _) in enumerate(pairs)]
@@ -73,6 +74,7 @@ def test_numbering_against_dictionaries(pairs: list[tuple[int, int]]) -> None:
     assert index.group_indices.tolist() == number_by_first_appearance(groups)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.tuples(ids, ids), max_size=6), max_size=4))
 def test_concat_never_joins_batches(batches: list[list[tuple[int, int]]]) -> None:
     parts = [make_index([r for r, _ in b], [g for _, g in b]) for b in batches]

@@ -1,0 +1,235 @@
+"""One batch as a file: round trip, little read for few rows, and every kind of damage named."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dynbatch.rollouts import RolloutDataError, Sample, SampleIndex, validate_samples
+from megatron_dynbatch.rollouts import parquet as module
+from megatron_dynbatch.rollouts.parquet import read_index, read_rows, write_samples
+from tests.rollouts.helpers import assert_same_samples, golden_samples, random_samples
+
+
+def bytes_read(action: Callable[[], object]) -> int:
+    """Bytes that the process asks the kernel for during `action`."""
+
+    def total() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    own = -total() + total()  # what looking at the counter costs
+    before = total()
+    action()
+    return total() - before - own
+
+
+def test_round_trip_over_many_row_groups(tmp_path: Path) -> None:
+    samples = random_samples(150, seed=0)
+    write_samples(tmp_path / "f", samples)
+    assert pq.ParquetFile(tmp_path / "f").num_row_groups == 5
+    assert_same_samples(read_rows(tmp_path / "f", range(150)), samples)
+    index, wanted = read_index(tmp_path / "f", vocab_size=1000), SampleIndex.from_samples(samples)
+    for name in ("total_lengths", "response_lengths", "mask_sums", "rollout_ids", "group_ids"):
+        np.testing.assert_array_equal(getattr(index, name), getattr(wanted, name), strict=True)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), rows=st.lists(st.integers(0, 69), max_size=30))
+def test_rows_come_in_the_order_asked(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, rows: list[int]
+) -> None:
+    samples = random_samples(70, seed)
+    path = tmp_path_factory.mktemp("rows") / "f"
+    write_samples(path, samples)
+    assert_same_samples(read_rows(path, rows), [samples[row] for row in rows])
+
+
+def test_columns_that_no_sample_has_are_not_stored(tmp_path: Path) -> None:
+    write_samples(tmp_path / "f", golden_samples())
+    names = pq.read_schema(tmp_path / "f").names
+    assert "values" in names
+    assert not {"reward", "advantage", "token_advantages", "log_probs"} & set(names)
+
+
+def test_only_the_fields_asked_for(tmp_path: Path) -> None:
+    samples = random_samples(10, seed=3)
+    write_samples(tmp_path / "f", samples)
+    sample = read_rows(tmp_path / "f", [0], fields=["advantage", "values"])[0]
+    assert isinstance(sample.advantage, np.ndarray) and sample.values is not None
+    assert sample.log_probs is None and sample.reward is None
+    assert read_rows(tmp_path / "f", [1], fields=[])[0].advantage is None
+    with pytest.raises(ValueError, match="no optional field .*'logprobs'"):
+        read_rows(tmp_path / "f", [0], fields=["logprobs"])
+
+
+def test_row_groups_are_bounded_by_tokens_and_rows() -> None:
+    groups = module._row_groups([60_000, 5_536, 1, 200_000, 10] + [1] * 40)
+    assert [(g.start, g.stop) for g in groups] == [(0, 2), (2, 3), (3, 4), (4, 36), (36, 45)]
+
+
+def test_few_rows_are_few_bytes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    samples = [Sample(rng.integers(0, 150_000, 2000), 1000) for _ in range(640)]
+    path = tmp_path / "f"
+    write_samples(path, samples)
+    size = path.stat().st_size
+    read_index(path), read_rows(path, [0])  # imports and caches out of the way
+    assert bytes_read(lambda: read_rows(path, range(640))) > 0.9 * size
+    assert bytes_read(lambda: read_index(path)) < 0.05 * size
+    group_bytes = size / pq.ParquetFile(path).num_row_groups
+    footer_bytes = 66_000  # pyarrow starts with the last 64 KiB of a file
+    assert bytes_read(lambda: read_rows(path, [320, 321])) < 1.1 * group_bytes + footer_bytes
+    assert bytes_read(lambda: read_rows(path, [])) < footer_bytes
+
+
+def test_no_such_row(tmp_path: Path) -> None:
+    write_samples(tmp_path / "f", golden_samples())
+    for row in (4, -1):
+        with pytest.raises(ValueError, match=f"no row {row}; the batch has rows 0 to 3"):
+            read_rows(tmp_path / "f", [0, row])
+
+
+def test_vocabulary_is_checked_without_reading_tokens(tmp_path: Path) -> None:
+    write_samples(tmp_path / "f", golden_samples())  # largest ids 6, 15, 23, 32
+    with pytest.raises(RolloutDataError, match=r"row 2, tokens: id 23 .* size 20 \(2 such rows\)"):
+        read_index(tmp_path / "f", vocab_size=20)
+    with pytest.raises(RolloutDataError, match="row 3 .*, tokens: id 30 at position 0"):
+        read_rows(tmp_path / "f", [0, 3], vocab_size=20)
+    read_rows(tmp_path / "f", [0, 1], vocab_size=20)
+
+
+def test_a_missing_file_stays_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_index(tmp_path / "f")
+    with pytest.raises(FileNotFoundError):
+        read_rows(tmp_path / "f", [0])
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Replaces the columns of a file by what `change` makes of them."""
+    table = pq.read_table(path)
+    columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+    change(columns)
+    pq.write_table(pa.table(columns), path, store_schema=False)
+
+
+def int_lists(values: list[list[int | None] | None]) -> Any:
+    return pa.array(values, pa.list_(pa.int32()))
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("tokens", None, "column tokens is missing"),
+        ("mask_sum", None, "column mask_sum is missing"),
+        ("tokens", pa.array([[1.0]] * 4), "column tokens has type list<.*double>, not list"),
+        ("rollout_id", pa.array(["a"] * 4), "column rollout_id has type string, not int64"),
+        ("group_id", pa.array([1, None, 2, 3]), "row 1, column group_id is empty"),
+        ("total_length", pa.array([7, 6, 0, 3]), r"rows 2 \(rollout 1\) has no tokens"),
+        ("response_length", pa.array([9, 1, 2, 2]), r"rows 0 \(rollout 0\) has more response"),
+    ],
+)
+def test_wrong_columns_are_named(tmp_path: Path, column: str, values: Any, message: str) -> None:
+    path = tmp_path / "f"
+    write_samples(path, golden_samples())
+    rewrite(path, lambda c: c.pop(column) if values is None else c.update({column: values}))
+    with pytest.raises(RolloutDataError, match=message) as caught:
+        read_index(path)
+    assert str(path) in str(caught.value)
+    with pytest.raises(RolloutDataError, match=str(path)):
+        read_rows(path, range(4))
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        (
+            "tokens",
+            int_lists([[6] * 7, [15] * 6, [23] * 5, [32]]),
+            "row 2, column total_length says 4",
+        ),
+        ("tokens", int_lists([[6] * 7, [15, None], [1], [1]]), "row 1, column tokens has an empty"),
+        ("tokens", int_lists([[6] * 7, [15] * 6, None, [1]]), "row 2, column tokens is empty"),
+        ("max_token_id", pa.array([6, 15, 23, 3]), "row 3, column max_token_id says 3"),
+        ("mask_sum", pa.array([3, 1, 1, 2]), "row 2, column mask_sum says 1"),
+        ("rollout_id", pa.array([0, -9, 1, 2]), "row 1 .*rollout_id: -9 is negative"),
+    ],
+)
+def test_wrong_rows_are_named(tmp_path: Path, column: str, values: Any, message: str) -> None:
+    path = tmp_path / "f"
+    write_samples(path, golden_samples())
+    rewrite(path, lambda c: c.update({column: values}))
+    with pytest.raises(RolloutDataError, match=message) as caught:
+        read_rows(path, range(4))
+    assert str(path) in str(caught.value)
+
+
+def test_row_numbers_are_those_of_the_file(tmp_path: Path) -> None:
+    samples = random_samples(70, seed=5)
+    write_samples(tmp_path / "f", samples)
+    table = pq.read_table(tmp_path / "f")
+    sums = table.column("mask_sum").to_pylist()
+    sums[66] += 1
+    columns = {name: table.column(name) for name in table.column_names}
+    columns["mask_sum"] = pa.array(sums)
+    pq.write_table(pa.table(columns), tmp_path / "f", row_group_size=32, store_schema=False)
+    with pytest.raises(RolloutDataError, match="row 66, column mask_sum"):
+        read_rows(tmp_path / "f", [1, 66, 40])
+    assert_same_samples(read_rows(tmp_path / "f", [65, 69]), [samples[65], samples[69]])
+
+
+def test_every_truncation_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    write_samples(path, golden_samples())
+    content = path.read_bytes()
+    for length in range(0, len(content), 79):
+        path.write_bytes(content[:length])
+        for read in (lambda: read_index(path), lambda: read_rows(path, range(4))):
+            with pytest.raises(RolloutDataError, match=str(path)):
+                read()
+
+
+def test_flipped_bytes_are_named_or_harmless(tmp_path: Path) -> None:
+    """Page checksums find damaged data; what is not found must not change a value."""
+    path = tmp_path / "f"
+    samples = random_samples(40, seed=7)
+    write_samples(path, samples)
+    content = path.read_bytes()
+    footer = int.from_bytes(content[-8:-4], "little")
+    rng = np.random.default_rng(0)
+    num_named = 0
+    for position in rng.integers(4, len(content) - footer - 8, 80):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << rng.integers(8)
+        path.write_bytes(damaged)
+        try:
+            found = read_rows(path, range(40))
+        except RolloutDataError as error:
+            assert str(path) in str(error)
+            num_named += 1
+        else:
+            assert_same_samples(found, samples)
+    assert num_named > 40
+
+
+def test_a_damaged_footer_never_gets_through_as_another_error(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    write_samples(path, golden_samples())
+    content = path.read_bytes()
+    footer = int.from_bytes(content[-8:-4], "little")
+    rng = np.random.default_rng(1)
+    for position in rng.integers(len(content) - footer - 8, len(content), 100):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << rng.integers(8)
+        path.write_bytes(damaged)
+        try:
+            read_index(path)
+            validate_samples(read_rows(path, range(4)))
+        except RolloutDataError as error:
+            assert str(path) in str(error)
