@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,7 +150,7 @@ def _around_log(log: Callable[..., Any], result: Training) -> Callable[..., Any]
         row = {
             "iteration": given["iteration"],
             "learning_rate": given["learning_rate"],
-            "grad_norm": float(given["grad_norm"]),
+            "grad_norm": _number(given["grad_norm"]),
             "consumed": get_args().consumed_train_samples,
         }
         row.update({name: float(value) for name, value in given["loss_dict"].items()})
@@ -157,3 +158,8 @@ def _around_log(log: Callable[..., Any], result: Training) -> Callable[..., Any]
         return log(*args, **kwargs)
 
     return wrapper
+
+
+def _number(value: Any) -> float:
+    # A step that overflowed in fp16 has no gradient norm.
+    return math.nan if value is None else float(value)
