@@ -137,9 +137,14 @@ def _imply(args: argparse.Namespace) -> None:
         # Evaluation keeps Megatron's rule that DP ranks share it evenly.
         args.eval_global_batch_size = _whole_shares(size, args)
     args.dataloader_type = "external"
-    if args.micro_batch_width == "variable":
-        return
     width = args.max_tokens_per_gpu * args.context_parallel_size
+    if args.micro_batch_width == "variable":
+        if args.seq_length is None:
+            args.seq_length = width
+        if args.num_experts is None:
+            # The default, allgather, is refused with variable lengths even where it is not used.
+            args.moe_token_dispatcher_type = "alltoall"
+        return
     if args.seq_length not in (None, width):
         raise ValueError(
             f"--seq-length {args.seq_length} must be --max-tokens-per-gpu times "
@@ -215,6 +220,8 @@ def options_from_args(args: argparse.Namespace) -> PlanOptions:
     )
 
 
-def source_from_args(args: argparse.Namespace) -> RolloutSource:
-    """The transport that --rollout-path names."""
-    return RolloutDirectory(args.rollout_path)
+def source_from_args(
+    args: argparse.Namespace, vocab_size: int | None = None
+) -> RolloutSource:
+    """The transport that --rollout-path names; token ids must be below ``vocab_size``."""
+    return RolloutDirectory(args.rollout_path, vocab_size=vocab_size)
