@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,7 @@ from tests.parity.reference import Recipe
 from tests.pool import ROOT, run_ranks
 
 STOCK_SCRIPT = ROOT / "examples" / "pretrain_gpt_sft.py"
-OWN_SCRIPT = Path(__file__).parent / "own_script.py"
+FLOAT64_SCRIPT = Path(__file__).parent / "float64_script.py"
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ def run_rank(cell: Cell) -> Observed:
         hooks.install()
     if cell.prepare is not None:
         cell.prepare()
+    # The launcher replaces the first entry by the script's folder.
+    sys.path.append(str(ROOT))
     observed = Observed()
     _observe(observed, cell)
     run_target(Launch(str(cell.script), False, tuple(cell.argv()), cpu=True))
@@ -157,7 +161,8 @@ def _row(given: Mapping[str, Any]) -> dict[str, float]:
     row = {
         "iteration": given["iteration"],
         "learning_rate": given["learning_rate"],
-        "grad_norm": float(given["grad_norm"]),
+        # None without clipping.
+        "grad_norm": math.nan if given["grad_norm"] is None else float(given["grad_norm"]),
         "consumed": get_args().consumed_train_samples,
     }
     row.update({name: float(value) for name, value in given["loss_dict"].items()})

@@ -259,6 +259,8 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _clip(parameters: dict[str, Tensor], norm: float, limit: float) -> None:
+    if not limit:
+        return
     factor = limit / (norm + 1e-6)
     if factor < 1.0:
         for parameter in parameters.values():

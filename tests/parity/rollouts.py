@@ -88,3 +88,14 @@ def to_sample(example: Example) -> Sample:
         group_id=example.group,
         advantage=example.advantage,
     )
+
+
+def batch_flags(path: Path) -> dict[str, object]:
+    """The plugin's options when each batch of the directory is one step."""
+    return {
+        "dynamic-global-batch": True,
+        "rollout-path": path,
+        "rollouts-per-step": "batch",
+        "max-tokens-per-gpu": CAPACITY,
+        "train-samples": sum(STEP_SIZES),
+    }

@@ -1,52 +1,70 @@
-"""Real Megatron under every layout trains like the independent loop, after every step."""
+"""Real Megatron under every layout trains like the independent loop, after every step.
+
+Weights in float32 with a stock script at fixed width, then in float64, where every parameter's
+gradient and value is compared as well.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.parity.compare import deviations
-from tests.parity.job import Cell, run_cell
+from tests.parity.job import FLOAT64_SCRIPT, Cell, run_cell
+from tests.parity.layouts import FAST, REST, Layout
 from tests.parity.reference import Recipe, ReferenceStep
-from tests.parity.rollouts import CAPACITY, STEP_SIZES
+from tests.parity.rollouts import batch_flags
 
 Reference = Callable[[Recipe], list[ReferenceStep]]
 
-LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
-    "DP1": (1, {}),
-    "DP2": (2, {}),
-    "PP2": (2, {"pipeline-model-parallel-size": 2}),
-    "PP4": (4, {"pipeline-model-parallel-size": 4}),
-    "PP2xVPP2": (
-        2,
-        {"pipeline-model-parallel-size": 2, "num-virtual-stages-per-pipeline-rank": 2},
-    ),
-}
+full = pytest.mark.skipif(os.environ.get("PARITY") != "full", reason="run by `make parity`")
 
 
-def batch_flags(path: Path) -> dict[str, object]:
-    """The plugin's options when each rollout batch is one step."""
-    return {
-        "dynamic-global-batch": True,
-        "rollout-path": path,
-        "rollouts-per-step": "batch",
-        "max-tokens-per-gpu": CAPACITY,
-        "train-samples": sum(STEP_SIZES),
-    }
+def name_of(value: object) -> str:
+    """A layout's name in a test's id."""
+    return value.name if isinstance(value, Layout) else str(value)
 
 
 @pytest.mark.parametrize("reduction", ["rollout", "token"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_step_equals_the_independent_loop(
-    layout: str, reduction: str, rollout_path: Path, reference: Reference
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(dp=2), Layout(pp=2), Layout(pp=4), Layout(pp=2, vpp=2)],
+    ids=name_of,
+)
+def test_a_stock_script_equals_the_independent_loop(
+    layout: Layout, reduction: str, rollout_path: Path, reference: Reference
 ) -> None:
-    ranks, flags = LAYOUTS[layout]
     recipe = Recipe(reduction=reduction)
-    cell = Cell(ranks, {**batch_flags(rollout_path), "loss-reduction": reduction, **flags}, recipe)
-    found = deviations(run_cell(cell), reference(recipe), tensors=False)
+    flags = {**batch_flags(rollout_path), "loss-reduction": reduction, **layout.flags()}
+    found = deviations(
+        run_cell(Cell(layout.ranks, flags, recipe)), reference(recipe), tensors=False
+    )
     assert found["loss"] < 1e-5
     assert found["grad norm"] < 1e-5
+    assert found["learning rate"] < 1e-12
+    assert found["consumed"] == 0
+
+
+@pytest.mark.parametrize(
+    "layout", [*FAST, *(pytest.param(layout, marks=full) for layout in REST)], ids=name_of
+)
+def test_float64_gradients_equal_those_of_the_independent_loop(
+    layout: Layout, rollout_path: Path, reference: Reference
+) -> None:
+    # Megatron clips float32 gradients only.
+    recipe = Recipe(clip_grad=0.0)
+    flags = {
+        **batch_flags(rollout_path),
+        "micro-batch-width": "variable",
+        **layout.flags(),
+    }
+    cell = Cell(layout.ranks, flags, recipe, script=FLOAT64_SCRIPT)
+    found = deviations(run_cell(cell), reference(recipe))
+    assert found["gradients"] < 1e-9
+    assert found["parameters"] < 1e-9
+    assert found["loss"] < 1e-9
     assert found["learning rate"] < 1e-12
     assert found["consumed"] == 0

@@ -1,0 +1,67 @@
+"""A pretrain script of one's own whose weights and arithmetic are float64.
+
+Rounding then hides no error larger than 1e-12. `--loss-head` says how token losses are made:
+`logits` in float64 by the package; `megatron` by Megatron's vocabulary cross entropy, which
+computes in float32; `stock` the same, summed by a stock loss function that knows no plugin.
+"""
+
+import argparse
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.enums import ModelType
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+import megatron_dynbatch
+from examples.pretrain_gpt_sft import datasets_provider, loss_func, model_provider
+from megatron_dynbatch.losses import sft
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """This script's own option."""
+    parser.add_argument("--loss-head", choices=("logits", "megatron", "stock"), default="logits")
+    return parser
+
+
+def build_model(*positional: Any, **named: Any) -> torch.nn.Module:
+    """This stage's part of the model, norms too in float64."""
+    return model_provider(*positional, **named).double()
+
+
+def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """Run the model on one micro-batch."""
+    head = get_args().loss_head
+    batch = megatron_dynbatch.get_batch(data_iterator)
+    output = model(
+        batch.tokens,
+        batch.position_ids,
+        None,
+        labels=None if head == "logits" else batch.labels,
+        packed_seq_params=batch.packed_seq_params(),
+    )
+    if head == "stock":
+        return output, partial(loss_func, batch.loss_mask)
+    return output, partial(sft, tp_group=mpu.get_tensor_model_parallel_group())
+
+
+def main() -> None:
+    """Parse, set the precision, train."""
+    args = parse_and_validate_args(
+        extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "NullTokenizer"}
+    )
+    args.params_dtype = torch.float64
+    pretrain(
+        cfg_container=pretrain_cfg_container_from_args(args),
+        train_valid_test_dataset_provider=datasets_provider,
+        model_provider=build_model,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+    )
+
+
+if __name__ == "__main__":
+    main()
