@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_dynbatch.hooks.aux_loss import begin_schedule, has_aux_losses, watch_backward
 from megatron_dynbatch.hooks.session import Session, session
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.losses.scaling import megatron_loss
@@ -41,6 +42,8 @@ def _scaled_schedule(schedule: Callable[..., Any]) -> Callable[..., Any]:
     def run_schedule(*, forward_step_func: Callable[..., Any], **named: Any) -> Any:
         run = session()
         if run is not None and run.step is not None and not named.get("forward_only", False):
+            if has_aux_losses(run):
+                begin_schedule(run, named["model"])
             forward_step_func = _scaled_forward_step(run, forward_step_func)
         return schedule(forward_step_func=forward_step_func, **named)
 
@@ -53,9 +56,12 @@ def _scaled_forward_step(run: Session, forward_step: Callable[..., Any]) -> Call
 
     @functools.wraps(forward_step)
     def scaled(data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
-        micro_batch = run.select(done[id(model)])
+        k = done[id(model)]
         done[id(model)] += 1
+        micro_batch = run.select(k)
         output, loss_function = forward_step(data_iterator, model, *rest, **named)
+        if has_aux_losses(run):
+            watch_backward(run, k, output)
         if loss_function is None:
             return output, None
         return output, functools.partial(_scaled_loss, run, micro_batch, loss_function)

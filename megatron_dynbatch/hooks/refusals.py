@@ -7,6 +7,16 @@ from __future__ import annotations
 
 import argparse
 
+# Megatron's router takes a padding mask that it understands from here on.
+AUX_LOSSES_SINCE = (0, 19)
+
+
+def core_version() -> tuple[int, int]:
+    """(major, minor) of the installed megatron-core."""
+    from megatron.core.package_info import MAJOR, MINOR
+
+    return MAJOR, MINOR
+
 
 def refusals(args: argparse.Namespace) -> list[str]:
     """The reasons why these validated arguments cannot train with dynamic global batches."""
@@ -17,6 +27,8 @@ def refusals(args: argparse.Namespace) -> list[str]:
     pipeline = args.pipeline_model_parallel_size > 1
     graphs = str(getattr(args, "cuda_graph_impl", "none"))
     scopes = str(getattr(args, "cuda_graph_scope", ""))
+    balancing = getattr(args, "moe_router_load_balancing_type", "none")
+    balancing = set([balancing] if isinstance(balancing, str) else balancing)
     on_gpu_without_attention = args.transformer_impl == "local" and not on_cpu()
     refused = [
         ("full_iteration" in graphs + scopes,
@@ -33,10 +45,18 @@ def refusals(args: argparse.Namespace) -> list[str]:
         (on("rampup_batch_size"), "--rampup-batch-size: step sizes come from the rollouts"),
         (on("step_batch_size_schedule"),
          "--step-batch-size-schedule: step sizes come from the rollouts"),
-        (on("num_experts"),
-         "--num-experts: auxiliary losses are not yet weighted per micro-batch"),
-        (on("mtp_num_layers"),
-         "--mtp-num-layers: auxiliary losses are not yet weighted per micro-batch"),
+        ((on("num_experts") or on("mtp_num_layers")) and core_version() < AUX_LOSSES_SINCE,
+         "--num-experts and --mtp-num-layers before megatron-core 0.19: auxiliary losses are "
+         "weighted per micro-batch from that version on"),
+        (on("mtp_num_layers") and args.calculate_per_token_loss,
+         "--mtp-num-layers with --calculate-per-token-loss: Megatron scales the MTP loss by a "
+         "number of tokens that may be 0"),
+        ((getattr(args, "mtp_num_layers", 0) or 0) > 1,
+         "--mtp-num-layers above 1: the depths have different token counts but one loss scale"),
+        (on("num_experts") and balancing & {"sinkhorn", "quantile_balancing"},
+         "--moe-router-load-balancing-type sinkhorn or quantile_balancing: they route padding too"),
+        (on("num_experts") and getattr(args, "moe_expert_capacity_factor", None) is not None,
+         "--moe-expert-capacity-factor: which tokens are dropped would depend on the packing"),
         (on("overlap_moe_expert_parallel_comm"),
          "--overlap-moe-expert-parallel-comm: stock scripts drop the packed-sequence parameters "
          "under it"),

@@ -35,7 +35,6 @@ def _is_last_rank() -> bool:
 def step_report(run: Session, step: Step, frame: Mapping[str, Any]) -> StepReport:
     """The report of a finished step from the arguments of `training_log`."""
     plan = step.step_plan
-    num_tokens = int(step.plan.index.total_lengths[plan.samples].sum())
     capacity = run.options.capacity(run.layout)
     assert capacity is not None, "training always has a token cap"
     grad_norm, learning_rate = frame["grad_norm"], frame["learning_rate"]
@@ -47,9 +46,9 @@ def step_report(run: Session, step: Step, frame: Mapping[str, Any]) -> StepRepor
         num_samples=plan.num_samples,
         num_microbatches=plan.num_microbatches,
         num_dummies=plan.num_dummies,
-        num_tokens=num_tokens,
+        num_tokens=step.num_tokens,
         num_trained_tokens=plan.num_trained_tokens,
-        fill=num_tokens / (capacity * plan.num_microbatches * run.layout.dp),
+        fill=step.num_tokens / (capacity * plan.num_microbatches * run.layout.dp),
         consumed_rollouts=run.args.consumed_train_samples,
         learning_rate=None if learning_rate is None else float(learning_rate),
         grad_norm=None if grad_norm is None else float(grad_norm),

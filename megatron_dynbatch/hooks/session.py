@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
+
+import torch
 
 from megatron_dynbatch.hooks.arguments import layout_from_args, options_from_args, source_from_args
 from megatron_dynbatch.layout import MicroBatch
@@ -32,6 +35,9 @@ class Session:
         self.number = next(_numbers)
         self.step: Step | None = None
         self.current: MicroBatch | None = None
+        self.current_index = 0
+        self.mtp_tokens = 0
+        self.grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.writer: StepReportWriter | None = None
         self._feed: StepFeed | None = None
         self._restored: Cursor | None = None
@@ -46,19 +52,18 @@ class Session:
         return self._feed
 
     def _make_feed(self) -> StepFeed:
-        import torch
         from megatron.core import mpu
+        from megatron.training import get_tokenizer
 
         args = self.args
         return StepFeed(
-            source_from_args(args),
+            source_from_args(args, vocab_size=get_tokenizer().vocab_size),
             self.layout,
             self.options,
             dp_rank=mpu.get_data_parallel_rank(),
             cp_rank=mpu.get_context_parallel_rank(),
             exchange=Exchange.of_job(timeout=args.agreement_timeout, name=str(self.number)),
             batch_timeout=args.batch_timeout,
-            vocab_size=getattr(args, "vocab_size", None) or args.padded_vocab_size,
             device=torch.device("cuda", torch.cuda.current_device()),
         )
 
@@ -71,7 +76,7 @@ class Session:
     def select(self, k: int) -> MicroBatch:
         """Make micro-batch ``k`` of the open step the current one."""
         assert self.step is not None, "a training step runs but none is open"
-        self.current = self.step.micro_batch(k)
+        self.current, self.current_index = self.step.micro_batch(k), k
         return self.current
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from megatron_dynbatch.layout.micro_batch import MicroBatch, pack_micro_batch, s
 from megatron_dynbatch.layout.packed_sequence import PackedSequence
 from megatron_dynbatch.layout.stock import stock_batch
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, StepPlan, make_plan
-from megatron_dynbatch.rollouts import RolloutSource, Sample, SampleIndex, validate_samples
+from megatron_dynbatch.rollouts import RolloutSource, Sample, SampleIndex
 from megatron_dynbatch.steps.cursor import STEP_OPTIONS, Cursor
 from megatron_dynbatch.steps.exchange import Exchange, progress
 
@@ -81,6 +82,11 @@ class Step:
         """G: rollouts of the step."""
         return self.step_plan.step_global_batch_size
 
+    @cached_property
+    def num_tokens(self) -> int:
+        """T: tokens of the step's samples over all ranks, padding not counted."""
+        return int(self.plan.index.total_lengths[self.step_plan.samples].sum())
+
     @property
     def num_microbatches(self) -> int:
         """M: micro-batches that every DP rank runs, dummies included."""
@@ -94,7 +100,7 @@ class Step:
         """
         if k not in self._built:
             self._built[k] = slice_packed(
-                self._pack(k),
+                self.packed(k),
                 self.step_plan,
                 self.dp_rank,
                 self.cp_rank,
@@ -109,9 +115,14 @@ class Step:
         Raises:
             IndexError: There is no micro-batch ``k``.
         """
-        return stock_batch(self._pack(k))
+        return stock_batch(self.packed(k))
 
-    def _pack(self, k: int) -> PackedSequence:
+    def packed(self, k: int) -> PackedSequence:
+        """Micro-batch ``k`` of this rank as a full sequence on the host.
+
+        Raises:
+            IndexError: There is no micro-batch ``k``.
+        """
         if not 0 <= k < self.num_microbatches:
             raise IndexError(
                 f"step {self.step_index} of rollout batch {self.batch_id} has "
@@ -136,7 +147,6 @@ class StepFeed:
         cp_rank: Context-parallel rank of this process.
         exchange: Connects the ranks; a single process by default.
         batch_timeout: Seconds that rank 0 waits for a batch or the end.
-        vocab_size: Token ids must be below it; None: not checked.
         device: Where micro-batches go.
         on_batch_needed: Called on every rank when the next batch is not there yet, before waiting.
     """
@@ -151,7 +161,6 @@ class StepFeed:
         cp_rank: int = 0,
         exchange: Exchange | None = None,
         batch_timeout: float = 1800.0,
-        vocab_size: int | None = None,
         device: torch.device | str = "cpu",
         on_batch_needed: BatchNeeded | None = None,
     ) -> None:
@@ -162,7 +171,6 @@ class StepFeed:
         self.cp_rank = cp_rank
         self.exchange = exchange or Exchange.alone()
         self.batch_timeout = batch_timeout
-        self.vocab_size = vocab_size
         self.device = device
         self.on_batch_needed = on_batch_needed
         self.cursor = Cursor()
@@ -319,14 +327,7 @@ class StepFeed:
         place = {self._origins[row]: row for row in wanted}
         samples: dict[int, Sample] = {}
         for batch, rows in _rows_by_batch([self._origins[row] for row in wanted]).items():
-            read = self.source.read(batch, rows)
-            validate_samples(
-                read,
-                vocab_size=self.vocab_size,
-                rows=rows,
-                where=f"rollout batch {batch} in {self.source}",
-            )
-            for row, sample in zip(rows, read, strict=True):
+            for row, sample in zip(rows, self.source.read(batch, rows), strict=True):
                 samples[place[batch, row]] = sample
         for row, sample in samples.items():
             batch, own_row = self._origins[row]

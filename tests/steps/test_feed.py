@@ -140,11 +140,9 @@ def test_the_policy_is_asked_only_when_the_batch_is_not_there(tmp_path: Path) ->
 
 
 def test_token_ids_outside_the_vocabulary_stop_before_training(tmp_path: Path) -> None:
-    source = directory(tmp_path / "r", [3])
-    steps = feed(source)
-    steps.vocab_size = 7
-    with pytest.raises(ValueError, match="(?s)rollout batch 0 in .*row 0 .*id 7 at"):
-        steps.open_step()
+    directory(tmp_path / "r", [3])
+    with pytest.raises(ValueError, match="batch-00000000.*vocabulary size 7"):
+        feed(RolloutDirectory(tmp_path / "r", vocab_size=7)).open_step()
 
 
 def test_the_open_step_must_be_finished_first(tmp_path: Path) -> None:

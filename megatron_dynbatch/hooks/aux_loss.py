@@ -1,0 +1,155 @@
+"""Auxiliary losses (MoE, MTP) weighted by tokens, so that neither packing nor dummies change them.
+
+Megatron weighs the auxiliary term of every micro-batch alike. Here micro-batch k has weight
+s = t / T: its non-padding tokens over those of the whole step. The weight is class state that
+backward reads, so it is set at the start of *that* micro-batch's backward pass, by a hook on the
+stage's output: exact with several micro-batches in flight, with recompute and with deallocated
+pipeline outputs. Logged values get the same weights.
+
+The scale that `forward_step_calc_loss` sets for each forward pass is simply overwritten.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_dynbatch.hooks.padding import inject_padding_mask, router_part
+from megatron_dynbatch.hooks.session import Session
+from megatron_dynbatch.layout.packed_sequence import PackedSequence
+from megatron_dynbatch.layout.zigzag import zigzag_indices
+from megatron_dynbatch.steps import Step
+
+
+@dataclass(frozen=True, slots=True)
+class AuxScales:
+    """Factors of one micro-batch on this rank; all 0 for a dummy.
+
+    Attributes:
+        share: s, its non-padding tokens over the step's.
+        moe: What `MoEAuxLossAutoScaler` multiplies by in backward, without the fp16 loss scale.
+        mtp: The same for `MTPLossAutoScaler`.
+        z_loss: Turns the router's mean over local tokens into this rank's part of the mean over
+            the micro-batch's tokens.
+        moe_log: Factor of a tracked MoE loss, which Megatron divides by M and averages over DP.
+        mtp_log: Factor of a tracked MTP loss, which Megatron divides by M and averages over W.
+    """
+
+    share: float = 0.0
+    moe: float = 0.0
+    mtp: float = 0.0
+    z_loss: float = 0.0
+    moe_log: float = 0.0
+    mtp_log: float = 0.0
+
+
+def has_aux_losses(run: Session) -> bool:
+    """Whether the model has auxiliary losses at all."""
+    return bool(run.args.num_experts or run.args.mtp_num_layers)
+
+
+def begin_schedule(run: Session, model: list[Any]) -> None:
+    """Make ready for a step, on every rank, before its first micro-batch.
+
+    Routers are told of padding, and the ranks agree on the step's number of MTP tokens.
+    """
+    from megatron.core import mpu
+    from megatron.core.utils import get_model_config
+
+    chunks = model if isinstance(model, list) else [model]
+    run.grad_scale_func = get_model_config(chunks[0]).grad_scale_func
+    for chunk in chunks:
+        inject_padding_mask(run, chunk)
+    if not run.args.mtp_num_layers:
+        return
+
+    step = _open(run)
+    local = sum(
+        int(_on_this_cp_rank(step, step.packed(k), rolled_mask(step.packed(k))).sum())
+        for k in range(step.num_microbatches)
+    )
+    total = torch.tensor([local], dtype=torch.int64, device=step.device)
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(total, group=group)
+    run.mtp_tokens = int(total.item())
+
+
+def watch_backward(run: Session, k: int, output: Any) -> None:
+    """Put micro-batch ``k`` in force again when the backward pass of ``output`` begins."""
+    if isinstance(output, torch.Tensor) and output.requires_grad:
+        output.register_hook(functools.partial(_enter_backward, run, k))
+
+
+def _enter_backward(run: Session, k: int, gradient: torch.Tensor) -> None:
+    run.select(k)
+    scales = aux_scales(run, k)
+    loss_scale = _loss_scale(run, gradient.device)
+    if run.args.num_experts:
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        MoEAuxLossAutoScaler.main_loss_backward_scale = loss_scale * scales.moe
+    if run.args.mtp_num_layers:
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        MTPLossAutoScaler.main_loss_backward_scale = loss_scale * scales.mtp
+
+
+def _loss_scale(run: Session, device: torch.device) -> torch.Tensor:
+    """[1] float64: float32 would round the factors differently for different packings."""
+    one = torch.ones(1, device=device)
+    scale = run.grad_scale_func
+    return (one if scale is None else scale(one)).double()
+
+
+def aux_scales(run: Session, k: int) -> AuxScales:
+    """The factors of micro-batch ``k`` of the open step on this rank."""
+    step = _open(run)
+    packed = step.packed(k)
+    tokens = int(packed.total_lengths.sum())
+    if tokens == 0:
+        return AuxScales()
+    layout = run.layout
+    world = layout.dp * layout.cp
+    share = tokens / step.num_tokens
+    router_ranks = layout.tp * layout.cp
+    local_tokens = int(router_part(run, _on_this_cp_rank(step, packed, ~packed.padding_mask)).sum())
+    if not run.args.calculate_per_token_loss:
+        moe = share * world
+    else:
+        # Megatron multiplies these terms by the rank's own tokens and by TP·CP.
+        moe = share / (local_tokens * router_ranks) if local_tokens else 0.0
+    mtp = mtp_log = 0.0
+    if run.args.mtp_num_layers and run.mtp_tokens:
+        predicted = max(int(_on_this_cp_rank(step, packed, rolled_mask(packed)).sum()), 1)
+        mtp = predicted * world / run.mtp_tokens
+        mtp_log = mtp * step.num_microbatches
+    return AuxScales(
+        share=share,
+        moe=moe,
+        mtp=mtp,
+        z_loss=local_tokens * router_ranks / tokens,
+        moe_log=share * layout.dp * step.num_microbatches,
+        mtp_log=mtp_log,
+    )
+
+
+def rolled_mask(packed: PackedSequence) -> NDArray[np.float32]:
+    """The loss mask of the first MTP depth: shifted left by one inside each sequence, [S]."""
+    rolled = np.roll(packed.loss_mask, -1)
+    rolled[packed.cu_seqlens_padded[1:] - 1] = 0
+    return rolled
+
+
+def _on_this_cp_rank(step: Step, packed: PackedSequence, values: NDArray[Any]) -> NDArray[Any]:
+    """The part of per-token values [S] of a pack that this context-parallel rank holds."""
+    return values[zigzag_indices(packed.cu_seqlens_padded, step.plan.layout.cp, step.cp_rank)]
+
+
+def _open(run: Session) -> Step:
+    assert run.step is not None, "auxiliary losses are weighted only inside a step"
+    return run.step
