@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
 from typing import Any
 
+from megatron_dynbatch.hooks.refusals import core_version
 from megatron_dynbatch.hooks.registry import SEAMS, SITES, TESTED_VERSIONS, Seam
 from megatron_dynbatch.hooks.session import end_session
 from megatron_dynbatch.hooks.sites import SiteError, install_sites, uninstall_sites
@@ -25,27 +27,37 @@ def install() -> None:
     """
     if _originals:
         return
-    found = {seam: _attribute(seam) for seam in SEAMS}
+    found = {seam: _original(seam) for seam in SEAMS if core_version() >= seam.since}
     install_sites(SITES)
     for seam, original in found.items():
         _originals[seam] = original
-        setattr(importlib.import_module(seam.module), seam.attribute, seam.wrap(original))
+        owner, name = _owner(seam)
+        setattr(owner, name, seam.wrap(original))
     _warn_if_untested()
 
 
 def uninstall() -> None:
     """Undo `install` and forget the run, if there is one."""
     for seam, original in _originals.items():
-        setattr(importlib.import_module(seam.module), seam.attribute, original)
+        setattr(*_owner(seam), original)
     _originals.clear()
     uninstall_sites()
     end_session()
 
 
-def _attribute(seam: Seam) -> Any:
-    module = importlib.import_module(seam.module)
+def _owner(seam: Seam) -> tuple[Any, str]:
+    """The module or class that has the attribute, and the attribute's name there."""
+    owner: Any = importlib.import_module(seam.module)
+    *classes, name = seam.attribute.split(".")
+    for class_name in classes:
+        owner = getattr(owner, class_name)
+    return owner, name
+
+
+def _original(seam: Seam) -> Any:
     try:
-        return getattr(module, seam.attribute)
+        # A static method is kept as such, so that it can be put back.
+        return inspect.getattr_static(*_owner(seam))
     except AttributeError:
         raise SiteError(
             f"{seam.module} has no {seam.attribute}; this Megatron is not supported"

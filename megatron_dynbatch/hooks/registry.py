@@ -21,7 +21,15 @@ from megatron_dynbatch.hooks.microbatches import (
     count_changed,
     loop_condition,
 )
+from megatron_dynbatch.hooks.refusals import AUX_LOSSES_SINCE
 from megatron_dynbatch.hooks.report import logged_batch_size
+from megatron_dynbatch.hooks.routers import (
+    applying_global_loss,
+    counting_experts,
+    tracking_moe,
+    tracking_mtp,
+    weighting_z_loss,
+)
 from megatron_dynbatch.hooks.scheduler import scheduler_increment
 from megatron_dynbatch.hooks.sites import Site
 
@@ -30,6 +38,7 @@ TESTED_VERSIONS = ("0.17.1", "0.19.2")
 
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
+_ROUTER = "megatron.core.transformer.moe.router"
 
 
 def _factors(node: ast.expr) -> list[ast.expr]:
@@ -65,11 +74,19 @@ SITES = (
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A module attribute that is replaced by ``wrap(original)``."""
+    """An attribute of a module (``name``) or of a class (``Class.name``) that we wrap.
+
+    Attributes:
+        module: Where it is.
+        attribute: Its name.
+        wrap: Makes the replacement from the original.
+        since: First (major, minor) version of megatron-core that has it; older ones do without.
+    """
 
     module: str
     attribute: str
     wrap: Callable[[Any], Any]
+    since: tuple[int, int] = (0, 0)
 
 
 SEAMS = (
@@ -78,4 +95,11 @@ SEAMS = (
          building_calculator),
     Seam(_TRAINING, "build_train_valid_test_data_iterators", building_iterators),
     Seam(_TRAINING, "get_forward_backward_func", getting_forward_backward),
+    Seam(_ROUTER, "z_loss_func", weighting_z_loss, AUX_LOSSES_SINCE),
+    Seam(_ROUTER, "TopKRouter._apply_expert_bias", counting_experts, AUX_LOSSES_SINCE),
+    Seam(_ROUTER, "TopKRouter._apply_global_aux_loss", applying_global_loss, AUX_LOSSES_SINCE),
+    Seam("megatron.core.transformer.moe.moe_logging", "MoEMetricsTracker.record", tracking_moe,
+         AUX_LOSSES_SINCE),
+    Seam("megatron.core.transformer.multi_token_prediction",
+         "MTPLossLoggingHelper.save_metrics_to_tracker", tracking_mtp, AUX_LOSSES_SINCE),
 )
