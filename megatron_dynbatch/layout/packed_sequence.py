@@ -198,8 +198,7 @@ def _responses(batch: Sequence[Sample], rows: Sequence[int], name: str) -> NDArr
                 "for every sample of the batch or for none"
             )
         # A scalar advantage holds for every token of its response.
-        part = np.broadcast_to(np.asarray(value, dtype=np.float32), (sample.response_length,))
-        parts.append(part)
+        parts.append(np.full(sample.response_length, value, dtype=np.float32))
     return _concatenate(parts, np.float32)
 
 

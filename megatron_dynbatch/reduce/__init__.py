@@ -1,5 +1,6 @@
 """Token weights and weighted sums: the arithmetic every loss and metric is built on."""
 
+from megatron_dynbatch.reduce.exact import combine, limbs_to_float64
 from megatron_dynbatch.reduce.sample_mean import get_sum_of_sample_mean
 from megatron_dynbatch.reduce.segment_sums import segment_sums, token_weights
 from megatron_dynbatch.reduce.segment_table import SegmentTable, segment_table
@@ -7,7 +8,9 @@ from megatron_dynbatch.reduce.weighted_sum import weighted_sum, weighted_sums
 
 __all__ = [
     "SegmentTable",
+    "combine",
     "get_sum_of_sample_mean",
+    "limbs_to_float64",
     "segment_sums",
     "segment_table",
     "token_weights",

@@ -1,17 +1,16 @@
 """Token weights from response masks and denominators, and sums per sample.
 
-The definition of both ops in torch, and their CPU path. Invariants (asserted by the tests): one
-micro-batch costs a fixed number of launches whatever its number of samples and values; the
-per-sample sums add up to the total; masked positions are selected away.
+Invariants (asserted by the tests): one micro-batch costs a fixed number of launches whatever its
+number of samples and values; per-sample sums are bitwise the same for every packing; masked
+positions are selected away.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_dynbatch.reduce.checks import Accumulate, check_accumulate, check_values
+from megatron_dynbatch.reduce.ops import OPS
 from megatron_dynbatch.reduce.segment_table import SegmentTable
-from megatron_dynbatch.reduce.weighted_sum import check_weights
 
 
 def token_weights(masks: Tensor, denoms: Tensor, table: SegmentTable) -> Tensor:
@@ -40,61 +39,57 @@ def token_weights(masks: Tensor, denoms: Tensor, table: SegmentTable) -> Tensor:
             f"{denoms.numel()} denominators were given for {table.num_samples} samples"
         )
     device = masks.device
-    if table.num_samples == 0 or table.num_mask_entries == 0:
-        return torch.zeros(table.num_tokens, dtype=torch.float64, device=device)
-    sources = torch.from_numpy(table.sources).to(device, non_blocking=True)
-    samples = torch.from_numpy(table.samples).to(device, non_blocking=True)
-    mask = torch.where(sources >= 0, masks[sources.clamp(min=0)], 0).to(torch.float64)
-    denom = denoms.to(device=device, dtype=torch.float64)[samples.clamp(max=table.num_samples - 1)]
+    denoms = denoms.to(device=device, dtype=torch.float64, non_blocking=True)
+    index = table.on(device)
     # Only on the host can the check look at values without making the device wait.
-    if device.type == "cpu" and bool(((mask != 0) & (denom <= 0)).any()):
-        bad = int(samples[(mask != 0) & (denom <= 0)][0])
+    if device.type == "cpu":
+        _check_denominators(masks, denoms, table)
+    return OPS.token_weights.default(
+        masks.contiguous(), denoms, index.pieces, index.sources, index.samples, table.num_tokens
+    )
+
+
+def _check_denominators(masks: Tensor, denoms: Tensor, table: SegmentTable) -> None:
+    index = table.on(masks.device)
+    assert index.sources is not None and index.samples is not None
+    present = index.samples < table.num_samples
+    trained = index.samples[present][masks[index.sources[present]] != 0]
+    wrong = trained[denoms[trained] <= 0]
+    if wrong.numel():
+        sample = int(wrong[0])
         raise ValueError(
-            f"sample {bad} has trained tokens but its denominator is {denoms[bad].item():g}; "
+            f"sample {sample} has trained tokens but its denominator is {denoms[sample].item():g}; "
             "a denominator is positive wherever a mask is not empty"
         )
-    return torch.where(mask != 0, mask / denom, 0.0)
 
 
-class _SegmentSums(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, samples: Tensor, num_samples: int
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(w, samples)
-        ctx.dtype = x.dtype
-        terms = torch.where(w != 0, x, 0.0).to(torch.float64) * w
-        sums = terms.new_zeros(x.shape[0], num_samples + 1).index_add_(1, samples, terms)
-        per_sample = sums[:, :num_samples]
-        return per_sample.sum(1), per_sample
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        w, samples = ctx.saved_tensors
-        total, per_sample = grads
-        by_sample = torch.nn.functional.pad(total[:, None] + per_sample, (0, 1))
-        return (by_sample[:, samples] * w).to(ctx.dtype), None, None, None
-
-
-def segment_sums(x: Tensor, w: Tensor, table: SegmentTable) -> tuple[Tensor, Tensor]:
+def segment_sums(
+    x: Tensor, w: Tensor, table: SegmentTable, *, accumulate: Accumulate = "float64"
+) -> tuple[Tensor, Tensor]:
     """Sums K values over each sample and over all: Σ_t w[t]·x[k, t].
 
     Args:
-        x: [K, T] per-token values in the rank's layout.
-        w: [T] float64 token weights (see `token_weights`).
+        x: contiguous [K, T] per-token values in the rank's layout.
+        w: [T] float64 token weights (see `token_weights`), 0 outside the responses of the table.
         table: Where each sample lies; its number of tokens is T.
+        accumulate: As in `weighted_sums`.
 
     Returns:
         total float64 [K] and per-sample sums float64 [K, B], of this rank's tokens only; both
-        differentiable in x.
+        differentiable in x. With "exact": int64 limbs [K, 3] and [K, B, 3].
 
     Raises:
         ValueError: Shapes, dtypes or devices that do not fit, naming them.
     """
-    check_weights(x, w)
+    check_values(x, w)
+    check_accumulate(accumulate)
     if x.shape[1] != table.num_tokens:
         raise ValueError(
             f"values of shape {list(x.shape)} were given for a table of {table.num_tokens} tokens"
         )
-    samples = torch.from_numpy(table.samples).to(x.device, non_blocking=True)
-    return _SegmentSums.apply(x, w, samples, table.num_samples)
+    index = table.on(x.device)
+    if accumulate == "exact":
+        op, x = OPS.exact_segment_sums.default, x.detach()
+    else:
+        op = OPS.segment_sums.default
+    return op(x, w, index.pieces, index.samples, table.num_samples)

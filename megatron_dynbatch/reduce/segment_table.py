@@ -7,18 +7,40 @@ are the same table of (offset in the rank's tensor, offset in the response, leng
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from megatron_dynbatch.reduce import kernels
 from megatron_dynbatch.reduce.ragged import Int64, ragged_arange, starts_of
 
 Layout = Literal["pack", "response"]
 
 
-@dataclass(frozen=True)
+TILE = 1024  # tokens that one thread block of the kernels sums; tiles start where a piece starts
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSegments:
+    """A segment table where the operators can read it.
+
+    Attributes:
+        pieces: int32 [4, B·P]: x offset, mask offset, length and first tile of each piece.
+        sources: int64 [T] entry of the concatenated responses, their number where there is none.
+        samples: int64 [T] sample of each position, B where there is none.
+    """
+
+    pieces: Tensor
+    sources: Tensor | None
+    samples: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
 class SegmentTable:
     """Pieces of B samples on one context-parallel rank, in the order of the rank's tensor.
 
@@ -35,6 +57,7 @@ class SegmentTable:
     lengths: Int64
     num_tokens: int
     num_mask_entries: int
+    _copies: dict[torch.device, DeviceSegments] = field(default_factory=dict, repr=False)
 
     @property
     def num_samples(self) -> int:
@@ -53,8 +76,11 @@ class SegmentTable:
 
     @cached_property
     def sources(self) -> Int64:
-        """Entry of the concatenated responses at each position; −1 elsewhere. int64 [T]."""
-        sources = np.full(self.num_tokens, -1, dtype=np.int64)
+        """Entry of the concatenated responses at each position, int64 [T].
+
+        Where there is none: `num_mask_entries`.
+        """
+        sources = np.full(self.num_tokens, self.num_mask_entries, dtype=np.int64)
         sources[self.positions] = ragged_arange(self.mask_offsets.ravel(), self.lengths.ravel())
         return sources
 
@@ -64,6 +90,28 @@ class SegmentTable:
         samples = np.full(self.num_tokens, self.num_samples, dtype=np.int64)
         samples[self.positions] = np.repeat(np.arange(self.num_samples), self.local_lengths)
         return samples
+
+    @cached_property
+    def pieces(self) -> NDArray[np.int32]:
+        """int32 [4, B·P]: x offset, mask offset, length and first tile of each piece."""
+        lengths = self.lengths.ravel()
+        tiles = -(-lengths // TILE)
+        rows = [self.x_offsets.ravel(), self.mask_offsets.ravel(), lengths, starts_of(tiles)]
+        return np.stack(rows).astype(np.int32)
+
+    def on(self, device: torch.device) -> DeviceSegments:
+        """The table on a device, copied once; a GPU is not made to wait.
+
+        Only the pieces go to a GPU whose kernels run, whose size depends on B alone.
+        """
+        if device not in self._copies:
+            pieces_only = device.type == "cuda" and kernels.status(device).active
+            self._copies[device] = DeviceSegments(
+                pieces=_copy(self.pieces, device),
+                sources=None if pieces_only else _copy(self.sources, device),
+                samples=None if pieces_only else _copy(self.samples, device),
+            )
+        return self._copies[device]
 
 
 def chunk_bounds(lengths: Int64, cp_size: int, cp_rank: int, zigzag: bool) -> tuple[Int64, Int64]:
@@ -131,7 +179,9 @@ def segment_table(
     lengths = np.maximum(np.minimum(starts + chunk[:, None], total[:, None] - 1) - first, 0)
     if layout == "pack":
         piece = np.arange(starts.shape[1]) * chunk[:, None]
-        offsets = starts_of(chunk * starts.shape[1])[:, None] + piece + first - starts
+        # An empty piece gets an offset too, so that offsets ascend and can be searched.
+        within = np.minimum(first - starts, chunk[:, None])
+        offsets = starts_of(chunk * starts.shape[1])[:, None] + piece + within
         held = int(chunk.sum()) * starts.shape[1]
     else:
         offsets = starts_of(lengths.ravel()).reshape(lengths.shape)
@@ -141,12 +191,19 @@ def segment_table(
     else:
         mask_offsets = starts_of(response)[:, None] + first - (prompt - 1)
     return SegmentTable(
-        x_offsets=np.where(lengths > 0, offsets, 0),
+        x_offsets=offsets,
         mask_offsets=np.where(lengths > 0, mask_offsets, 0),
         lengths=lengths,
         num_tokens=held if num_tokens is None else num_tokens,
         num_mask_entries=int(lengths.sum() if masks_are_local else response.sum()),
     )
+
+
+def _copy(array: NDArray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _check(total: Int64, response: Int64, padded: Int64, unit: int) -> None:

@@ -1,0 +1,206 @@
+"""The reductions as torch operators: `torch.ops.megatron_dynbatch.*`.
+
+Each has a CPU (and fallback) implementation in `reference.py`, a CUDA one in `kernels.py`, a fake
+one for `torch.compile`, and a backward that is itself an operator. Autograd is attached by a plain
+`autograd.Function` on the Autograd key, which costs a third of `register_autograd` per call.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dynbatch.reduce import kernels, reference
+from megatron_dynbatch.reduce.exact import combine, to_limbs
+
+LIBRARY = torch.library.Library("megatron_dynbatch", "DEF")
+
+SCHEMAS = (
+    "weighted_sums(Tensor x, Tensor w) -> Tensor",
+    "weighted_sums_backward(Tensor grad, Tensor w, ScalarType dtype) -> Tensor",
+    "token_weights(Tensor masks, Tensor denoms, Tensor pieces, Tensor? sources, Tensor? samples, "
+    "SymInt num_tokens) -> Tensor",
+    "segment_sums(Tensor x, Tensor w, Tensor pieces, Tensor? samples, SymInt num_samples)"
+    " -> (Tensor, Tensor)",
+    "segment_sums_backward(Tensor grad_total, Tensor grad_samples, Tensor w, Tensor pieces, "
+    "Tensor? samples, ScalarType dtype) -> Tensor",
+    "exact_sums(Tensor x, Tensor w) -> Tensor",
+    "exact_segment_sums(Tensor x, Tensor w, Tensor pieces, Tensor? samples, SymInt num_samples)"
+    " -> (Tensor, Tensor)",
+)
+for _schema in SCHEMAS:
+    LIBRARY.define(_schema)
+
+
+def _samples(samples: Tensor | None) -> Tensor:
+    if samples is None:
+        raise RuntimeError("a segment table without index was given to the torch implementation")
+    return samples
+
+
+def _token_weights(
+    masks: Tensor,
+    denoms: Tensor,
+    pieces: Tensor,
+    sources: Tensor | None,
+    samples: Tensor | None,
+    num_tokens: int,
+) -> Tensor:
+    return reference.token_weights(masks, denoms, _samples(sources), _samples(samples))
+
+
+def _segment_sums(
+    x: Tensor, w: Tensor, pieces: Tensor, samples: Tensor | None, num_samples: int
+) -> tuple[Tensor, Tensor]:
+    return reference.segment_sums(x, w, _samples(samples), num_samples)
+
+
+def _segment_sums_backward(
+    grad_total: Tensor,
+    grad_samples: Tensor,
+    w: Tensor,
+    pieces: Tensor,
+    samples: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return reference.segment_sums_backward(grad_total, grad_samples, w, _samples(samples), dtype)
+
+
+def _exact_sums(x: Tensor, w: Tensor) -> Tensor:
+    return combine(to_limbs(reference.selected(x, w) * w).sum(1))
+
+
+def _exact_segment_sums(
+    x: Tensor, w: Tensor, pieces: Tensor, samples: Tensor | None, num_samples: int
+) -> tuple[Tensor, Tensor]:
+    terms = to_limbs(reference.selected(x, w) * w)
+    sums = terms.new_zeros(x.shape[0], num_samples + 1, 3).index_add_(1, _samples(samples), terms)
+    per_sample = combine(sums[:, :num_samples])
+    return combine(per_sample.sum(1)), per_sample
+
+
+_TORCH: dict[str, Callable[..., Any]] = {
+    "weighted_sums": reference.weighted_sums,
+    "weighted_sums_backward": reference.weighted_sums_backward,
+    "token_weights": _token_weights,
+    "segment_sums": _segment_sums,
+    "segment_sums_backward": _segment_sums_backward,
+    "exact_sums": _exact_sums,
+    "exact_segment_sums": _exact_segment_sums,
+}
+
+
+def _on_cuda(name: str) -> Callable[..., Any]:
+    """The kernel of an operator, or its torch implementation where kernels cannot run."""
+    kernel, plain = getattr(kernels, name), _TORCH[name]
+
+    def run(*arguments: Any) -> Any:
+        return kernel(*arguments) if kernels.supports(name, arguments) else plain(*arguments)
+
+    return run
+
+
+for _name, _function in _TORCH.items():
+    LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    LIBRARY.impl(_name, _on_cuda(_name), "CUDA")
+
+
+def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return torch.library.register_fake(f"megatron_dynbatch::{name}", lib=LIBRARY)
+
+
+@_fake("weighted_sums")
+def _(x: Tensor, w: Tensor) -> Tensor:
+    return w.new_empty(x.shape[0])
+
+
+@_fake("weighted_sums_backward")
+def _(grad: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    return w.new_empty((grad.shape[0], w.shape[0]), dtype=dtype)
+
+
+@_fake("token_weights")
+def _(
+    masks: Tensor,
+    denoms: Tensor,
+    pieces: Tensor,
+    sources: Tensor | None,
+    samples: Tensor | None,
+    num_tokens: int,
+) -> Tensor:
+    return denoms.new_empty(num_tokens)
+
+
+@_fake("segment_sums")
+def _(
+    x: Tensor, w: Tensor, pieces: Tensor, samples: Tensor | None, num_samples: int
+) -> tuple[Tensor, Tensor]:
+    return w.new_empty(x.shape[0]), w.new_empty(x.shape[0], num_samples)
+
+
+@_fake("segment_sums_backward")
+def _(
+    grad_total: Tensor,
+    grad_samples: Tensor,
+    w: Tensor,
+    pieces: Tensor,
+    samples: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return w.new_empty((grad_total.shape[0], w.shape[0]), dtype=dtype)
+
+
+@_fake("exact_sums")
+def _(x: Tensor, w: Tensor) -> Tensor:
+    return w.new_empty((x.shape[0], 3), dtype=torch.int64)
+
+
+@_fake("exact_segment_sums")
+def _(
+    x: Tensor, w: Tensor, pieces: Tensor, samples: Tensor | None, num_samples: int
+) -> tuple[Tensor, Tensor]:
+    return (
+        w.new_empty((x.shape[0], 3), dtype=torch.int64),
+        w.new_empty((x.shape[0], num_samples, 3), dtype=torch.int64),
+    )
+
+
+OPS = torch.ops.megatron_dynbatch
+
+
+class _WeightedSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        ctx.dtype = x.dtype
+        with torch._C._AutoDispatchBelowAutograd():
+            return OPS.weighted_sums.default(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (w,) = ctx.saved_tensors
+        return OPS.weighted_sums_backward.default(grads[0], w, ctx.dtype), None
+
+
+class _SegmentSums(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, pieces: Tensor, samples: Tensor | None, num_samples: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(w, pieces, samples)
+        ctx.dtype = x.dtype
+        with torch._C._AutoDispatchBelowAutograd():
+            return OPS.segment_sums.default(x, w, pieces, samples, num_samples)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        w, pieces, samples = ctx.saved_tensors
+        dx = OPS.segment_sums_backward.default(
+            grads[0].contiguous(), grads[1].contiguous(), w, pieces, samples, ctx.dtype
+        )
+        return dx, None, None, None, None
+
+
+LIBRARY.impl("weighted_sums", _WeightedSums.apply, "Autograd")
+LIBRARY.impl("segment_sums", _SegmentSums.apply, "Autograd")

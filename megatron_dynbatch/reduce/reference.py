@@ -1,0 +1,57 @@
+"""The definition of every reduction in torch: the CPU path, and what kernels are tested against.
+
+Plain functions on tensors, without autograd and without checks; `ops.py` registers them, the
+public functions check their arguments. Each is a fixed, small number of torch calls whatever the
+number of samples and values. Accumulation is in float64; positions of weight 0 are selected away.
+"""
+
+import torch
+from torch import Tensor
+
+
+def selected(x: Tensor, w: Tensor) -> Tensor:
+    """x [K, T] with 0 wherever w [T] is 0, in float64."""
+    return torch.where(w != 0, x, 0.0).to(torch.float64)
+
+
+def weighted_sums(x: Tensor, w: Tensor) -> Tensor:
+    """out[k] = Σ_t w[t]·x[k, t], float64 [K]."""
+    return selected(x, w) @ w
+
+
+def weighted_sums_backward(grad: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """dx[k, t] = grad[k]·w[t], [K, T] in `dtype`."""
+    return torch.outer(grad, w).to(dtype)
+
+
+def token_weights(masks: Tensor, denoms: Tensor, sources: Tensor, samples: Tensor) -> Tensor:
+    """w[t] = m / d of the response entry at position t, float64 [T]; 0 where there is none.
+
+    Args:
+        masks: [Σ R]; denoms: float64 [B].
+        sources: int64 [T] entry of `masks`, Σ R where there is none.
+        samples: int64 [T] sample, B where there is none.
+    """
+    mask = torch.nn.functional.pad(masks.to(torch.float64), (0, 1))[sources]
+    denom = torch.nn.functional.pad(denoms, (0, 1), value=1.0)[samples]
+    return torch.where(mask != 0, mask / denom, 0.0)
+
+
+def segment_sums(x: Tensor, w: Tensor, samples: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
+    """Σ_t w[t]·x[k, t] over all samples, float64 [K], and over each one, float64 [K, B].
+
+    Args:
+        samples: int64 [T] sample of each position, B where there is none (w is 0 there).
+    """
+    sums = w.new_zeros(x.shape[0], num_samples + 1)
+    sums.index_add_(1, samples, selected(x, w) * w)
+    per_sample = sums[:, :num_samples].contiguous()
+    return per_sample.sum(1), per_sample
+
+
+def segment_sums_backward(
+    grad_total: Tensor, grad_samples: Tensor, w: Tensor, samples: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """dx[k, t] = (grad_total[k] + grad_samples[k, sample of t])·w[t], [K, T] in `dtype`."""
+    by_sample = torch.nn.functional.pad(grad_total[:, None] + grad_samples, (0, 1))
+    return (by_sample.index_select(1, samples) * w).to(dtype)
