@@ -2,66 +2,107 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import warnings
-from typing import Any
 
 from megatron_dynbatch.hooks.refusals import core_version
-from megatron_dynbatch.hooks.registry import SEAMS, SITES, TESTED_VERSIONS, Seam
+from megatron_dynbatch.hooks.registry import SEAMS, SITES, TESTED_VERSIONS
+from megatron_dynbatch.hooks.seams import (
+    Seam,
+    inspect_seams,
+    install_seams,
+    seams_out_of_place,
+    uninstall_seams,
+)
 from megatron_dynbatch.hooks.session import end_session
-from megatron_dynbatch.hooks.sites import SiteError, install_sites, uninstall_sites
+from megatron_dynbatch.hooks.sites import (
+    SiteError,
+    inspect_sites,
+    install_sites,
+    sites_out_of_place,
+    uninstall_sites,
+)
 
-_originals: dict[Seam, Any] = {}
+_installed = False
 
 
 def install() -> None:
     """Hook into the Megatron of this process; nothing changes until the flag is given.
 
     Call it before Megatron parses its arguments; whether names were imported from Megatron before
-    does not matter. Calling it twice is the same as once.
+    does not matter. Calling it twice is the same as once. In a checkout that carries the source
+    patches nothing is changed, only checked.
 
     Raises:
         ModuleNotFoundError: ``megatron.training`` is not installed.
         SiteError: This Megatron does not look as expected; nothing was changed.
     """
-    if _originals:
-        return
-    found = {seam: _original(seam) for seam in SEAMS if core_version() >= seam.since}
+    global _installed
+    _need_training()
+    seams = present_seams()
+    missing = [r.problem for r in inspect_seams(seams) if r.problem]
+    if missing:
+        raise SiteError("; ".join(missing) + "; nothing was changed")
+    _check_patched_as_a_whole(seams)
     install_sites(SITES)
-    for seam, original in found.items():
-        _originals[seam] = original
-        owner, name = _owner(seam)
-        setattr(owner, name, seam.wrap(original))
-    _warn_if_untested()
+    install_seams(seams)
+    if not _installed:
+        _installed = True
+        _warn_if_untested()
 
 
 def uninstall() -> None:
     """Undo `install` and forget the run, if there is one."""
-    for seam, original in _originals.items():
-        setattr(*_owner(seam), original)
-    _originals.clear()
+    global _installed
+    uninstall_seams()
     uninstall_sites()
     end_session()
+    _installed = False
 
 
-def _owner(seam: Seam) -> tuple[Any, str]:
-    """The module or class that has the attribute, and the attribute's name there."""
-    owner: Any = importlib.import_module(seam.module)
-    *classes, name = seam.attribute.split(".")
-    for class_name in classes:
-        owner = getattr(owner, class_name)
-    return owner, name
+def present_seams() -> tuple[Seam, ...]:
+    """The seams that the installed version of megatron-core has."""
+    return tuple(seam for seam in SEAMS if core_version() >= seam.since)
 
 
-def _original(seam: Seam) -> Any:
-    try:
-        # A static method is kept as such, so that it can be put back.
-        return inspect.getattr_static(*_owner(seam))
-    except AttributeError:
+def check_in_place() -> None:
+    """Make sure, when a run begins, that everything that was hooked still is.
+
+    Raises:
+        SiteError: Names what was replaced or loaded again after `install`.
+    """
+    lines = sites_out_of_place(SITES) + seams_out_of_place(present_seams())
+    if lines:
         raise SiteError(
-            f"{seam.module} has no {seam.attribute}; this Megatron is not supported"
+            "hooks were lost after megatron_dynbatch.install():\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\ncall install() after everything that reloads or replaces parts of Megatron, or "
+            "let the other plugin wrap what it finds"
+        )
+
+
+def _need_training() -> None:
+    try:
+        import megatron.training  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron", "megatron.training"):
+            raise
+        raise ModuleNotFoundError(
+            f"megatron_dynbatch.install() hooks into megatron.training, and {error.name} is not "
+            "there: install megatron-core 0.17 or newer, or put a Megatron-LM checkout on "
+            "PYTHONPATH; a training loop of your own needs no install(), see docs/own_loop.md",
+            name=error.name,
         ) from None
+
+
+def _check_patched_as_a_whole(seams: tuple[Seam, ...]) -> None:
+    patched = {f"site {r.site.name!r}": r.patched for r in inspect_sites(SITES) if not r.problem}
+    patched |= {f"seam {r.seam.key}": r.patched for r in inspect_seams(seams)}
+    if any(patched.values()) and not all(patched.values()):
+        bare = ", ".join(name for name, is_patched in patched.items() if not is_patched)
+        raise SiteError(
+            f"the source patch of this Megatron checkout does not cover {bare}; run "
+            "`megatron-dynbatch patch CHECKOUT --revert`, then --apply"
+        )
 
 
 def _warn_if_untested() -> None:

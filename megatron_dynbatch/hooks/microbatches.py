@@ -55,6 +55,9 @@ def building_calculator(build: Callable[..., Any]) -> Callable[..., Any]:
         if args is None or not getattr(args, "dynamic_global_batch", False):
             end_session()
             return build(*positional, **named)
+        from megatron_dynbatch.hooks.installation import check_in_place
+
+        check_in_place()
         settle_args(args)
         return StepCalculator(start_session(args))
 

@@ -1,6 +1,6 @@
 """Every place in Megatron that the plugin touches, in one table.
 
-Named sites are expressions (see `sites`); seams are module attributes that are wrapped.
+Named sites are expressions (see `sites`); seams are functions that are wrapped (see `seams`).
 Numbers of matches are those of megatron-core 0.14 (fewer consumed-sample sites) to 0.19.
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 from megatron_dynbatch.hooks.arguments import adding_arguments
 from megatron_dynbatch.hooks.checkpoint import loaded_samples
@@ -31,6 +29,7 @@ from megatron_dynbatch.hooks.routers import (
     weighting_z_loss,
 )
 from megatron_dynbatch.hooks.scheduler import scheduler_increment
+from megatron_dynbatch.hooks.seams import Seam
 from megatron_dynbatch.hooks.sites import Site
 
 # Versions that the test suite runs.
@@ -70,23 +69,6 @@ SITES = (
     Site("consumed samples loaded", _CHECKPOINTING, "load_checkpoint",
          _is("getattr(checkpoint_args, 'consumed_train_samples', 0)"), (1,), loaded_samples),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Seam:
-    """An attribute of a module (``name``) or of a class (``Class.name``) that we wrap.
-
-    Attributes:
-        module: Where it is.
-        attribute: Its name.
-        wrap: Makes the replacement from the original.
-        since: First (major, minor) version of megatron-core that has it; older ones do without.
-    """
-
-    module: str
-    attribute: str
-    wrap: Callable[[Any], Any]
-    since: tuple[int, int] = (0, 0)
 
 
 SEAMS = (
