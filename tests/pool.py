@@ -191,6 +191,8 @@ def _rank_main(
     sys.stdout = sys.stderr = log
     faulthandler.enable(log)
     faulthandler.register(signal.SIGUSR1, log)
+    # Megatron writes checkpoints from child processes, which daemons may not have.
+    multiprocessing.current_process().daemon = False
     try:
         sys.path[:] = path
         function, args, kwargs = pickle.loads(payload)
