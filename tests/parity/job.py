@@ -26,6 +26,10 @@ STOCK_SCRIPT = ROOT / "examples" / "pretrain_gpt_sft.py"
 FLOAT64_SCRIPT = Path(__file__).parent / "float64_script.py"
 
 
+NOTES: list[Any] = []
+"""What functions called from inside a training want to tell the test, on this rank."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """What to train and how.
@@ -98,6 +102,7 @@ class Observed:
         weight_decays: Used by each optimizer step, on matrices.
         gradients: For each optimizer step, global name → gradient before clipping.
         parameters: For each optimizer step, global name → value after it.
+        notes: The rank's NOTES.
     """
 
     rows: list[dict[str, float]] = field(default_factory=list)
@@ -105,6 +110,7 @@ class Observed:
     weight_decays: list[float] = field(default_factory=list)
     gradients: list[dict[str, Shard]] = field(default_factory=list)
     parameters: list[dict[str, Shard]] = field(default_factory=list)
+    notes: list[Any] = field(default_factory=lambda: NOTES)
 
 
 def run_cell(cell: Cell, timeout: float = 120.0) -> list[Observed]:
@@ -126,7 +132,11 @@ def run_rank(cell: Cell) -> Observed:
     sys.path.append(str(ROOT))
     observed = Observed()
     _observe(observed, cell)
-    run_target(Launch(str(cell.script), False, tuple(cell.argv()), cpu=True))
+    try:
+        run_target(Launch(str(cell.script), False, tuple(cell.argv()), cpu=True))
+    except SystemExit as end:  # --exit-interval
+        if end.code:
+            raise
     return observed
 
 
@@ -176,9 +186,9 @@ def _observe_optimizer(observed: Observed, model: Sequence[Any], optimizer: Any)
         matrices = max(optimizer.param_groups, key=lambda group: group["weight_decay"])
         observed.learning_rates.append(float(matrices["lr"]))
         observed.weight_decays.append(float(matrices["weight_decay"]))
-        observed.gradients.append(_shards(model, lambda parameter: parameter.main_grad))
+        observed.gradients.append(shards_of(model, lambda parameter: parameter.main_grad))
         result = step(*args, **kwargs)
-        observed.parameters.append(_shards(model, lambda parameter: parameter.data))
+        observed.parameters.append(shards_of(model))
         return result
 
     optimizer.step = observed_step
@@ -194,7 +204,10 @@ def set_parameters(model: Sequence[Any], values: Mapping[str, Tensor]) -> None:
             parameter.copy_(cut(values[name], parameter, size, rank))
 
 
-def _shards(model: Sequence[Any], read: Callable[[Any], Tensor]) -> dict[str, Shard]:
+def shards_of(
+    model: Sequence[Any], read: Callable[[Any], Tensor] = lambda parameter: parameter.data
+) -> dict[str, Shard]:
+    """This rank's part of what `read` finds at every parameter, by global name."""
     from tests.cpu.weights import global_parameters
 
     shards = {}
