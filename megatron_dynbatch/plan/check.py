@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.binpack import best_fit_decreasing
+from megatron_dynbatch.plan.decreasing import best_fit_decreasing
 from megatron_dynbatch.plan.denominators import loss_denominator, sample_denominators
 from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.plan.layout import padded_length
+from megatron_dynbatch.plan.layout import padded_length, response_rows
+from megatron_dynbatch.plan.planner import oversize_rows
 
 if TYPE_CHECKING:
     from megatron_dynbatch.plan.types import Plan, StepPlan
@@ -25,13 +27,12 @@ def check_plan(plan: Plan) -> None:
     _check_whole(plan.index.rollout_indices, step_of_sample, plan, "rollout")
     if plan.options.loss_reduction == "group":
         _check_whole(plan.index.group_indices, step_of_sample, plan, "prompt group")
-    lengths = padded_length(plan.index.total_lengths, plan.layout)
-    capacity = plan.options.capacity(plan.layout)
-    _check_oversize(plan, lengths, capacity)
+    caps = _caps(plan)
+    _check_oversize(plan)
     for number, step in enumerate(plan.steps):
         _check_counts(plan, number, step)
-        _check_micro_batches(plan, number, step, lengths, capacity)
-        _check_num_dummies(plan, number, step, lengths, capacity)
+        _check_micro_batches(plan, number, step, caps)
+        _check_num_dummies(plan, number, step, caps)
         _check_denominators(plan, number, step)
     _check_sample_denoms(plan)
 
@@ -79,8 +80,34 @@ def _check_whole(
         )
 
 
-def _check_oversize(plan: Plan, lengths: NDArray[np.int64], capacity: int | None) -> None:
-    expected = [] if capacity is None else np.flatnonzero(lengths > capacity).tolist()
+@dataclass(frozen=True)
+class _Cap:
+    """What a micro-batch may hold of something."""
+
+    what: str
+    per_sample: NDArray[np.int64]
+    limit: int
+
+
+def _caps(plan: Plan) -> list[_Cap]:
+    options, layout, index = plan.options, plan.layout, plan.index
+    caps: list[_Cap] = []
+    capacity = options.capacity(layout)
+    if capacity is not None:
+        lengths = padded_length(index.total_lengths, layout)
+        caps.append(_Cap("tokens as laid out", lengths, capacity))
+    logit_capacity = options.logit_capacity(layout)
+    if logit_capacity is not None:
+        rows = response_rows(index.total_lengths, index.response_lengths, layout)
+        caps.append(_Cap("response rows of logits per GPU", rows, logit_capacity))
+    if options.micro_batch_size is not None:
+        ones = np.ones(len(index.total_lengths), dtype=np.int64)
+        caps.append(_Cap("samples", ones, options.micro_batch_size))
+    return caps
+
+
+def _check_oversize(plan: Plan) -> None:
+    expected = oversize_rows(plan.index, plan.layout, plan.options).tolist()
     if list(plan.oversize) != expected:
         raise PlanError(f"plan: oversize samples are {expected}, reported {list(plan.oversize)}")
     planned = set(expected) - set(plan.dropped) - set(plan.carried)
@@ -112,28 +139,21 @@ def _check_counts(plan: Plan, number: int, step: StepPlan) -> None:
         )
 
 
-def _check_micro_batches(
-    plan: Plan, number: int, step: StepPlan, lengths: NDArray[np.int64], capacity: int | None
-) -> None:
+def _check_micro_batches(plan: Plan, number: int, step: StepPlan, caps: list[_Cap]) -> None:
     """Caps as laid out; an oversize sample is alone."""
-    limit = plan.options.micro_batch_size
-    sizes = lengths.tolist()
-    for rank, micro_batches in enumerate(step.micro_batches):
-        for k, rows in enumerate(micro_batches):
-            where = f"plan: step {number}, DP rank {rank}, micro-batch {k}"
-            if limit is not None and len(rows) > limit:
-                raise PlanError(f"{where}: {len(rows)} samples, micro_batch_size is {limit}")
-            total = sum(sizes[row] for row in rows)
-            if capacity is not None and total > capacity and len(rows) > 1:
-                raise PlanError(
-                    f"{where}: samples {list(rows)} take {total} tokens as laid out, the cap "
-                    f"is {capacity}"
-                )
+    for cap in caps:
+        amounts = cap.per_sample.tolist()
+        for rank, micro_batches in enumerate(step.micro_batches):
+            for k, rows in enumerate(micro_batches):
+                total = sum([amounts[row] for row in rows])
+                if total > cap.limit and len(rows) > 1:
+                    raise PlanError(
+                        f"plan: step {number}, DP rank {rank}, micro-batch {k}: samples "
+                        f"{list(rows)} take {total} {cap.what}, the cap is {cap.limit}"
+                    )
 
 
-def _check_num_dummies(
-    plan: Plan, number: int, step: StepPlan, lengths: NDArray[np.int64], capacity: int | None
-) -> None:
+def _check_num_dummies(plan: Plan, number: int, step: StepPlan, caps: list[_Cap]) -> None:
     """No dummy that splitting or a smaller count would have avoided."""
     dp, count = plan.layout.dp, step.num_microbatches
     wanted = max(0, dp * count - step.num_samples)
@@ -143,13 +163,9 @@ def _check_num_dummies(
             f"micro-batches for {step.num_samples} samples need {wanted}"
         )
     smaller = next((m for m in range(count - 1, 0, -1) if plan.layout.admits(m)), None)
-    if wanted == 0 or smaller is None:
+    if wanted == 0 or smaller is None or len(caps) != 1:
         return
-    if capacity is None:
-        assert plan.options.micro_batch_size is not None
-        needed = -(-step.num_samples // plan.options.micro_batch_size)
-    else:
-        needed = len(best_fit_decreasing(lengths[step.samples], capacity))
+    needed = len(best_fit_decreasing(caps[0].per_sample[step.samples], caps[0].limit))
     if needed <= dp * smaller:
         raise PlanError(
             f"plan: step {number} has {step.num_dummies} dummies at {count} micro-batches per "

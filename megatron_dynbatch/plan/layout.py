@@ -73,6 +73,14 @@ class ParallelLayout:
         fp8 = FP8_TOKEN_MULTIPLE[self.fp8]
         return math.lcm(self.sample_multiple, shards, fp8 * self.cp if fp8 > 1 else 1)
 
+    @property
+    def lockstep_ranks(self) -> int:
+        """DP ranks that run in lock-step: those of one expert-parallel group.
+
+        Megatron numbers expert-parallel ranks along context, then data parallelism.
+        """
+        return min(self.dp, -(-self.ep // self.cp))
+
     def admits(self, num_microbatches: int) -> bool:
         """Whether Megatron's schedule accepts this count per DP rank.
 
@@ -108,6 +116,29 @@ def padded_length(
     """Tokens that each sample occupies once laid out: a multiple of 2·cp (of 1 if cp = 1)."""
     multiple = layout.sample_multiple
     return -(-lengths // multiple) * multiple
+
+
+def response_rows(
+    total_lengths: NDArray[np.int64], response_lengths: NDArray[np.int64], layout: ParallelLayout
+) -> NDArray[np.int64]:
+    """Rows of logits that each sample's response has on the CP rank with most of them [S].
+
+    Token t is predicted at position t − 1, so a response of R owns positions T−R−1 … T−2; rank r
+    holds chunks r and 2·cp−1−r of the padded sample.
+    """
+    first = np.maximum(0, total_lengths - response_lengths - 1)
+    last = np.where(response_lengths > 0, total_lengths - 1, first)
+    if layout.cp == 1:
+        return last - first
+    chunk = padded_length(total_lengths, layout) // (2 * layout.cp)
+    most = np.zeros_like(total_lengths)
+    for rank in range(layout.cp):
+        rows = np.zeros_like(total_lengths)
+        for place in (rank, 2 * layout.cp - 1 - rank):
+            start = place * chunk
+            rows += np.maximum(0, np.minimum(last, start + chunk) - np.maximum(first, start))
+        most = np.maximum(most, rows)
+    return most
 
 
 def padded_micro_batch(total: int, layout: ParallelLayout) -> int:

@@ -14,6 +14,7 @@ LOSS_REDUCTIONS = ("rollout", "sample", "token", "group", "constant")
 LEFTOVER_POLICIES = ("partial", "even", "carry", "drop")
 EMPTY_ROLLOUT_POLICIES = ("count", "skip")
 OVERSIZE_POLICIES = ("error", "alone", "drop")
+ORDERS = ("auto", "heaviest_first", "lightest_first", "light_ends")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class PlanOptions:
         fixed_width: Every micro-batch is laid out at width max_tokens_per_gpu · cp.
         step_splitter: Name of a built-in splitter, or `package.module:function`.
         tokens_per_step: Token budget of the splitter `tokens`.
+        max_logits_per_gpu: Cap on the logits that the responses of a micro-batch have on one GPU,
+            in elements: rows · vocab_size / tp. Needs `vocab_size`; None is no such cap.
+        vocab_size: Padded vocabulary size.
+        order: Order of a rank's micro-batches, one of `ORDERS` (see `order.row_order`).
         cost: The cost model that balances ranks and micro-batches.
     """
 
@@ -47,6 +52,9 @@ class PlanOptions:
     fixed_width: bool = False
     step_splitter: str = "rollouts"
     tokens_per_step: int | None = None
+    max_logits_per_gpu: int | None = None
+    vocab_size: int | None = None
+    order: str = "auto"
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
@@ -55,11 +63,14 @@ class PlanOptions:
             "micro_batch_size",
             "rollouts_per_step",
             "tokens_per_step",
+            "max_logits_per_gpu",
+            "vocab_size",
         ):
             _check_positive(name, getattr(self, name))
         _check_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
         _check_choice("leftover", self.leftover, LEFTOVER_POLICIES)
         _check_choice("empty_rollouts", self.empty_rollouts, EMPTY_ROLLOUT_POLICIES)
+        _check_choice("order", self.order, ORDERS)
         _check_choice("oversize", self.oversize, OVERSIZE_POLICIES)
         if (self.max_tokens_per_gpu is None) == (self.micro_batch_size is None):
             raise PlanError(
@@ -74,6 +85,10 @@ class PlanOptions:
                 "plan options: oversize 'alone' needs micro-batches of variable width; "
                 "use 'error' or 'drop' at fixed width"
             )
+        if (self.max_logits_per_gpu is None) != (self.vocab_size is None):
+            raise PlanError("plan options: max_logits_per_gpu and vocab_size go together")
+        if self.max_logits_per_gpu is not None and self.max_tokens_per_gpu is None:
+            raise PlanError("plan options: max_logits_per_gpu needs max_tokens_per_gpu")
         self._check_constant()
 
     def _check_constant(self) -> None:
@@ -113,6 +128,22 @@ class PlanOptions:
                 f"multiple of {multiple} when every micro-batch has that width"
             )
         return width // multiple * multiple
+
+    def logit_capacity(self, layout: ParallelLayout) -> int | None:
+        """Response rows of logits that a micro-batch may have per CP rank; None: no such cap.
+
+        Raises:
+            PlanError: The cap leaves no room for one row.
+        """
+        if self.max_logits_per_gpu is None or self.vocab_size is None:
+            return None
+        rows = self.max_logits_per_gpu * layout.tp // self.vocab_size
+        if rows < 1:
+            raise PlanError(
+                f"max_logits_per_gpu={self.max_logits_per_gpu} is less than one row of "
+                f"vocab_size={self.vocab_size} over tp={layout.tp}"
+            )
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `PlanOptions.from_dict` is the way back."""

@@ -1,34 +1,44 @@
-"""Micro-batches onto DP ranks: the k-th micro-batches of all ranks alike, rank sums balanced."""
+"""Micro-batches onto DP ranks: rows of alike ones, rank sums balanced by differencing."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 
-def deal_rows(costs: Sequence[int], dp: int, num_microbatches: int) -> list[list[int]]:
-    """Deal micro-batches to ranks row by row.
+def deal_rows(costs: NDArray[np.int64], dp: int) -> NDArray[np.int64]:
+    """Place micro-batches in rows (k-th of all ranks) and on ranks.
 
-    Micro-batches sorted by cost are cut into rows of dp; within a row the costliest goes to the
-    least loaded rank. So the k-th micro-batches of all ranks cost about the same.
+    Sorted by cost they are cut into rows of dp, so that a row costs about the same everywhere.
+    Which rank gets which of a row is found by differencing (Karmarkar and Karp, 1982, for
+    tuples): the two rows of largest spread are merged, dearest against cheapest, until one is
+    left. Rows keep their members, so lock-step costs nothing for the balance of rank sums.
 
     Args:
-        costs: Cost of each micro-batch, at most dp · num_microbatches of them.
+        costs: Cost of each micro-batch [dp · M], dummies included.
         dp: Number of ranks.
-        num_microbatches: Micro-batches per rank; missing ones are dummies.
 
     Returns:
-        For each rank num_microbatches entries: a micro-batch's number, or −1 for a dummy.
+        Micro-batch at [k, r], rows from dearest to cheapest, shape [M, dp].
     """
-    order = sorted(range(len(costs)), key=lambda number: (-costs[number], number))
-    order += [-1] * (dp * num_microbatches - len(costs))
-    ranks: list[list[int]] = [[] for _ in range(dp)]
-    loads = [0] * dp
-    for start in range(0, len(order), dp):
-        heap = [(load, rank) for rank, load in enumerate(loads)]
-        heapq.heapify(heap)
-        for number in order[start : start + dp]:
-            load, rank = heapq.heappop(heap)
-            ranks[rank].append(number)
-            loads[rank] = load + (costs[number] if number >= 0 else 0)
-    return ranks
+    rows = np.argsort(-costs, kind="stable").reshape(-1, dp)
+    sums = list(costs[rows])
+    heap = [(-int(np.ptp(row)), number) for number, row in enumerate(sums)]
+    heapq.heapify(heap)
+    merges: list[tuple[int, int, NDArray[np.int64], NDArray[np.int64]]] = []
+    while len(heap) > 1:
+        _, kept = heapq.heappop(heap)
+        _, gone = heapq.heappop(heap)
+        ascending = np.argsort(sums[kept], kind="stable")
+        descending = np.argsort(-sums[gone], kind="stable")
+        sums[kept] = sums[kept][ascending] + sums[gone][descending]
+        merges.append((kept, gone, ascending, descending))
+        heapq.heappush(heap, (-int(np.ptp(sums[kept])), kept))
+    # Slot of each rank in every row, undone from the last merge to the first.
+    slots = [np.arange(dp)] * len(sums)
+    for kept, gone, ascending, descending in reversed(merges):
+        slots[gone] = descending[slots[kept]]
+        slots[kept] = ascending[slots[kept]]
+    return np.take_along_axis(rows, np.stack(slots), axis=1)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from megatron_dynbatch.plan.denominators import loss_denominator, sample_denominators
 from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.plan.layout import ParallelLayout, padded_length
+from megatron_dynbatch.plan.layout import ParallelLayout, padded_length, response_rows
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.pack import pack_step
 from megatron_dynbatch.plan.splitters import split_steps
@@ -36,7 +36,9 @@ def make_plan(
     """
     index.check("batch to plan")
     steps_options = options.without_carry() if last else options
-    oversize = _oversize_rows(index, layout, options)
+    oversize = oversize_rows(index, layout, options)
+    if oversize.size and options.oversize == "error":
+        _reject_oversize(index, oversize, layout, options)
     kept = np.arange(len(index.total_lengths))
     if options.oversize == "drop":
         kept = np.setdiff1d(kept, oversize)
@@ -78,16 +80,34 @@ def _plan_step(
     options: PlanOptions,
 ) -> StepPlan:
     lengths = padded_length(index.total_lengths[rows], layout)
-    ranks = pack_step(lengths, layout, options)
+    logit_rows = None
+    if options.max_logits_per_gpu is not None:
+        logit_rows = response_rows(index.total_lengths[rows], index.response_lengths[rows], layout)
     numbers = rows.tolist()
+    ranks = pack_step(lengths, logit_rows, layout, options).micro_batches()
     return StepPlan(
         micro_batches=tuple(
-            tuple(tuple(numbers[item] for item in items) for items in rank) for rank in ranks
+            tuple(tuple([numbers[item] for item in items]) for items in rank) for rank in ranks
         ),
         step_global_batch_size=num_rollouts,
         loss_denominator=loss_denominator(index, rows, options),
         num_trained_tokens=int(index.mask_sums[rows].sum()),
     )
+
+
+def oversize_rows(
+    index: SampleIndex, layout: ParallelLayout, options: PlanOptions
+) -> NDArray[np.int64]:
+    """Rows that break a cap of a micro-batch all by themselves, ascending."""
+    too_big = np.zeros(len(index.total_lengths), dtype=bool)
+    capacity = options.capacity(layout)
+    if capacity is not None:
+        too_big |= padded_length(index.total_lengths, layout) > capacity
+    logit_capacity = options.logit_capacity(layout)
+    if logit_capacity is not None:
+        rows = response_rows(index.total_lengths, index.response_lengths, layout)
+        too_big |= rows > logit_capacity
+    return np.flatnonzero(too_big)
 
 
 def _describe(index: SampleIndex, rows: NDArray[np.int64]) -> str:
@@ -99,19 +119,14 @@ def _describe(index: SampleIndex, rows: NDArray[np.int64]) -> str:
     return shown + (f", and {rows.size - 8} more" if rows.size > 8 else "")
 
 
-def _oversize_rows(
-    index: SampleIndex, layout: ParallelLayout, options: PlanOptions
-) -> NDArray[np.int64]:
-    """Rows longer, as laid out, than a micro-batch may be; an error if the policy says so."""
-    capacity = options.capacity(layout)
-    if capacity is None:
-        return np.zeros(0, dtype=np.int64)
-    rows = np.flatnonzero(padded_length(index.total_lengths, layout) > capacity)
-    if rows.size and options.oversize == "error":
-        ways = "'drop'" if options.fixed_width else "'alone' or 'drop'"
-        raise PlanError(
-            f"longer than a micro-batch may be ({capacity} tokens as laid out over cp="
-            f"{layout.cp}): {_describe(index, rows)}; raise "
-            f"max_tokens_per_gpu ({options.max_tokens_per_gpu}), or choose oversize {ways}"
-        )
-    return rows
+def _reject_oversize(
+    index: SampleIndex, rows: NDArray[np.int64], layout: ParallelLayout, options: PlanOptions
+) -> None:
+    ways = "'drop'" if options.fixed_width else "'alone' or 'drop'"
+    logits = options.logit_capacity(layout)
+    logit_words = "" if logits is None else f" or {logits} response rows per GPU"
+    raise PlanError(
+        f"longer than a micro-batch may be ({options.capacity(layout)} tokens{logit_words} as "
+        f"laid out over cp={layout.cp}): {_describe(index, rows)}; raise max_tokens_per_gpu "
+        f"({options.max_tokens_per_gpu}) or the logit cap, or choose oversize {ways}"
+    )

@@ -10,9 +10,9 @@ import numpy as np
 
 from megatron_dynbatch.plan.denominators import loss_denominator, sample_denominators
 from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.plan.layout import ParallelLayout, padded_length
+from megatron_dynbatch.plan.layout import ParallelLayout
 from megatron_dynbatch.plan.options import PlanOptions
-from megatron_dynbatch.plan.planner import make_plan
+from megatron_dynbatch.plan.planner import make_plan, oversize_rows
 from megatron_dynbatch.plan.types import Plan, StepPlan
 from megatron_dynbatch.rollouts.index import SampleIndex
 
@@ -134,9 +134,7 @@ def plan_from_schedule(
         )
     planned = np.array([row for partition in partitions for row in partition], dtype=np.int64)
     missing = np.setdiff1d(np.arange(len(index.total_lengths)), planned)
-    capacity = options.capacity(layout)
-    lengths = padded_length(index.total_lengths, layout)
-    oversize = np.flatnonzero(lengths > capacity) if capacity is not None else missing[:0]
+    oversize = oversize_rows(index, layout, options)
     dropped = missing
     if options.leftover == "carry":
         dropped = np.intersect1d(missing, oversize) if options.oversize == "drop" else missing[:0]

@@ -1,8 +1,6 @@
-"""How few micro-batches can hold a step: a lower bound and a packing that is close to it."""
+"""Lower bounds: what no packing and no placement can beat."""
 
 from __future__ import annotations
-
-import bisect
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,28 +34,17 @@ def martello_toth_bound(lengths: NDArray[np.int64], capacity: int) -> int:
     return oversize + int((num_huge + num_large + extra).max())
 
 
-def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Best-fit-decreasing bin packing: each item, longest first, into the fullest bin it fits.
+def makespan_bound(costs: NDArray[np.int64], dp: int) -> int:
+    """No placement has a less loaded busiest rank: max(⌈Σ/dp⌉, p_1, p_dp + p_(dp+1)).
 
     Args:
-        lengths: Laid-out tokens of each sample [S]; one longer than `capacity` is alone.
-        capacity: Tokens that a bin holds.
-
-    Returns:
-        Sample numbers of each bin, in the order in which bins were opened.
+        costs: Integer cost of each sample [S].
+        dp: Number of ranks; p is the list of costs, largest first.
     """
-    bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (room, bin), sorted
-    sizes = lengths.tolist()
-    for item in np.argsort(-lengths, kind="stable").tolist():
-        size = sizes[item]
-        place = bisect.bisect_left(free, (size, -1))
-        if place < len(free):
-            room, number = free.pop(place)
-            bins[number].append(item)
-        else:
-            room, number = capacity, len(bins)
-            bins.append([item])
-        if size < room:
-            bisect.insort(free, (room - size, number))
-    return bins
+    if not costs.size:
+        return 0
+    bound = max(-(-int(costs.sum()) // dp), int(costs.max()))
+    if costs.size > dp:
+        largest = np.sort(np.partition(costs, costs.size - dp - 1)[costs.size - dp - 1 :])
+        bound = max(bound, int(largest[0] + largest[1]))
+    return bound

@@ -1,0 +1,251 @@
+"""Local search on a finished placement: moves and swaps of single samples, a bounded number.
+
+`even_rows` lowers the dearest micro-batch of a row (lock-step); `even_ranks` lowers the most
+loaded rank (the barrier at the end of a step). Both only accept what improves their figure, so
+they end by themselves; the bounds keep planning time in hand. Ties go to the lowest number.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dynbatch.plan.level_fill import Items
+
+# Pairs looked at in one proposal of `even_ranks`: MOST_CHOICES samples of either rank.
+MOST_CHOICES = 192
+# Ranks that the most loaded one may shift cost to.
+MOST_PARTNERS = 8
+NEVER = np.iinfo(np.int64).max
+# Rank sums this close to even are left alone.
+EVEN_ENOUGH = 2e-4
+
+
+class Placement:
+    """Samples in micro-batches: number k·dp + r is the k-th micro-batch of rank r.
+
+    Attributes:
+        bin_of: Micro-batch of each item [S].
+        tokens: Laid-out tokens of each micro-batch [M · dp].
+        costs: Cost of each micro-batch [M · dp].
+        logit_rows: Rows of logits of each micro-batch [M · dp].
+        counts: Samples of each micro-batch [M · dp].
+    """
+
+    def __init__(self, items: Items, bin_of: NDArray[np.int64], dp: int, num_rows: int) -> None:
+        self.items = items
+        self.bin_of = bin_of
+        self.dp = dp
+        self.num_rows = num_rows
+        self.tokens = self._sums(items.sizes)
+        self.costs = self._sums(items.costs)
+        zeros = np.zeros_like(items.sizes)
+        self.rows_of_item = zeros if items.logit_rows is None else items.logit_rows
+        self.logit_rows = self._sums(self.rows_of_item)
+        self.counts = np.bincount(bin_of, minlength=dp * num_rows)
+
+    def _sums(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        sums = np.zeros(self.dp * self.num_rows, dtype=np.int64)
+        np.add.at(sums, self.bin_of, values)
+        return sums
+
+    @property
+    def grid(self) -> NDArray[np.int64]:
+        """Costs [M, dp], a view."""
+        return self.costs.reshape(self.num_rows, self.dp)
+
+    @property
+    def loads(self) -> NDArray[np.int64]:
+        """Cost of each rank [dp]."""
+        return self.grid.sum(axis=0)
+
+    @property
+    def lockstep_cost(self) -> int:
+        """Σ over rows of the dearest micro-batch."""
+        return int(self.grid.max(axis=1).sum())
+
+    def renumber(self, places: NDArray[np.int64]) -> None:
+        """Micro-batch places[k, r] becomes the k-th of rank r."""
+        old = places.ravel()
+        new = np.empty_like(old)
+        new[old] = np.arange(old.size)
+        self.bin_of = new[self.bin_of]
+        for name in ("tokens", "costs", "logit_rows", "counts"):
+            setattr(self, name, getattr(self, name)[old])
+
+    def micro_batches(self) -> list[list[list[int]]]:
+        """Samples of the step in each micro-batch [dp][M], ascending; an empty one is a dummy."""
+        by_bin = np.lexsort((self.items.order, self.bin_of))
+        samples = self.items.order[by_bin].tolist()
+        ends = np.cumsum(self.counts).tolist()
+        bins = [samples[end - count : end] for count, end in zip(self.counts, ends, strict=True)]
+        return [bins[rank :: self.dp] for rank in range(self.dp)]
+
+    def move(self, item: int, number: int) -> None:
+        """Put an item into another micro-batch."""
+        source = self.bin_of[item]
+        for sums, value in (
+            (self.tokens, self.items.sizes[item]),
+            (self.costs, self.items.costs[item]),
+            (self.logit_rows, self.rows_of_item[item]),
+            (self.counts, 1),
+        ):
+            sums[source] -= value
+            sums[number] += value
+        self.bin_of[item] = number
+
+
+def even_rows(placement: Placement, max_proposals: int) -> None:
+    """Lower the lock-step cost: take cost out of the dearest micro-batch of one row at a time.
+
+    A sample of it moves to, or is swapped against a cheaper one of, a micro-batch that stays
+    within its own row's dearest. Rows are tried in turn, those with most to gain first.
+    """
+    if placement.dp == 1:
+        return
+    stuck: set[int] = set()
+    for _ in range(max_proposals):
+        grid = placement.grid
+        gains = grid.max(axis=1) * placement.dp - grid.sum(axis=1)
+        gains[list(stuck)] = 0
+        row = int(gains.argmax())
+        if gains[row] <= 0:
+            break
+        if _relieve(placement, row):
+            stuck.clear()
+        else:
+            stuck.add(row)
+
+
+def even_ranks(placement: Placement, max_proposals: int) -> None:
+    """Lower the most loaded rank: shift cost to one of the least loaded.
+
+    Among the moves and swaps of samples, and swaps of micro-batches, that even the two ranks out
+    the one is taken that does so best and raises the lock-step cost least. Afterwards each rank
+    runs its micro-batches from dearest to cheapest, so that rows stay alike.
+    """
+    for _ in range(max_proposals):
+        loads = placement.loads
+        by_load = np.argsort(loads, kind="stable")
+        high = int(by_load[-1])
+        if loads[high] * placement.dp <= loads.sum() * (1 + EVEN_ENOUGH):
+            break
+        lows = by_load[: min(MOST_PARTNERS, placement.dp - 1)].tolist()
+        if not any(_shift(placement, high, low, int(loads[high] - loads[low])) for low in lows):
+            break
+    numbers = np.arange(placement.costs.size).reshape(placement.num_rows, placement.dp)
+    by_cost = np.argsort(-placement.grid, axis=0, kind="stable")
+    placement.renumber(np.take_along_axis(numbers, by_cost, axis=0))
+
+
+class _Exchanges:
+    """All moves and swaps of samples out of some micro-batches into others, as a matrix.
+
+    Row i is sample givers[i]; column j swaps it against sample takers[j], or, for the last
+    columns, moves it into one of `targets`. `bins` is the micro-batch that each column changes.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        givers: NDArray[np.int64],
+        takers: NDArray[np.int64],
+        targets: NDArray[np.int64],
+    ) -> None:
+        self.placement, self.givers, self.takers = placement, givers, takers
+        self.sources = placement.bin_of[givers]
+        self.bins = np.concatenate([placement.bin_of[takers], targets])
+        items = placement.items
+        self.shift = self._differences(items.costs)
+        sizes = self._differences(items.sizes)
+        fits = (self.shift > 0) & (placement.tokens[self.bins] + sizes <= items.capacity)
+        fits &= self.sources[:, None] != self.bins
+        fits[:, takers.size :] &= (placement.counts[self.sources] > 1)[:, None]
+        if items.logit_rows is not None:
+            rows = self._differences(items.logit_rows)
+            fits &= placement.logit_rows[self.bins] + rows <= items.logit_capacity
+            fits &= placement.logit_rows[self.sources][:, None] - rows <= items.logit_capacity
+        self.fits = fits
+
+    def _differences(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What each source loses and each target gains."""
+        taken = np.zeros(self.bins.size, dtype=np.int64)
+        taken[: self.takers.size] = values[self.takers]
+        return values[self.givers][:, None] - taken
+
+    def make(self, place: int) -> None:
+        """Carry out the exchange at this flat place of the matrix."""
+        giver, taker = divmod(place, self.bins.size)
+        self.placement.move(int(self.givers[giver]), int(self.bins[taker]))
+        if taker < self.takers.size:
+            self.placement.move(int(self.takers[taker]), int(self.sources[giver]))
+
+
+def _relieve(placement: Placement, row: int) -> bool:
+    """The best single move or swap that lowers the dearest micro-batch of a row, if any."""
+    dp, line = placement.dp, placement.grid[row]
+    dearest = row * dp + int(line.argmax())
+    to_gain = int(line.max()) - int(np.partition(line, dp - 2)[dp - 2])
+    room = np.repeat(placement.grid.max(axis=1), dp) - placement.costs
+    mine = placement.bin_of == dearest
+    exchanges = _Exchanges(
+        placement, np.flatnonzero(mine), np.flatnonzero(~mine), np.arange(placement.costs.size)
+    )
+    shift, bins = exchanges.shift, exchanges.bins
+    gain = np.minimum(shift, to_gain)
+    # In the same row the other one may come up to where the dearest comes down to.
+    in_row = bins // dp == row
+    gain[:, in_row] = np.minimum(gain, room[bins] - shift)[:, in_row]
+    gain = np.where(exchanges.fits & (shift <= room[bins]), gain, 0)
+    place = int(gain.argmax())
+    if gain.flat[place] <= 0:
+        return False
+    exchanges.make(place)
+    return True
+
+
+def _shift(placement: Placement, high: int, low: int, gap: int) -> bool:
+    """The best exchange from rank `high` to rank `low`, whose loads differ by `gap`."""
+    dp = placement.dp
+    rank_of = placement.bin_of % dp
+    low_bins = np.arange(placement.num_rows) * dp + low
+    exchanges = _Exchanges(
+        placement,
+        _thin(np.flatnonzero(rank_of == high)),
+        _thin(np.flatnonzero(rank_of == low)),
+        low_bins,
+    )
+    dearest = placement.grid.max(axis=1)
+    bins, shift = exchanges.bins, exchanges.shift
+    raised = np.maximum(0, placement.costs[bins] + shift - dearest[bins // dp])
+    score = np.abs(2 * shift - gap) + raised
+    score = np.where(exchanges.fits & (shift < gap), score, NEVER)
+    place = int(score.argmin())
+    if placement.num_rows > MOST_CHOICES:
+        swap_score = np.full(1, NEVER)
+    else:
+        costs = placement.costs
+        swap = costs[low_bins - low + high][:, None] - costs[low_bins]
+        raised = np.maximum(0, costs[low_bins - low + high][:, None] - dearest)
+        swap_score = np.where(
+            (swap > 0) & (swap < gap), np.abs(2 * swap - gap) + raised, NEVER
+        ).ravel()
+    swap_place = int(swap_score.argmin())
+    if swap_score[swap_place] < score.flat[place]:
+        giver, taker = divmod(swap_place, placement.num_rows)
+        numbers = np.arange(placement.costs.size)
+        pair = [giver * dp + high, taker * dp + low]
+        numbers[pair] = pair[::-1]
+        placement.renumber(numbers)
+        return True
+    if score.flat[place] == NEVER:
+        return False
+    exchanges.make(place)
+    return True
+
+
+def _thin(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """At most MOST_CHOICES of them, evenly spread over the sizes."""
+    if numbers.size <= MOST_CHOICES:
+        return numbers
+    return numbers[np.linspace(0, numbers.size - 1, MOST_CHOICES).astype(np.int64)]
