@@ -55,7 +55,8 @@ class Architecture:
             "max-position-embeddings": 512,
             "untie-embeddings-and-output-weights": True,
             "tokenizer-type": "NullTokenizer",
-            "vocab-size": self.vocab,
+            # Some versions add an id for the end of document, the others are padded by one.
+            "vocab-size": self.vocab - 1,
             "make-vocab-size-divisible-by": 32,
             "attention-dropout": 0.0,
             "hidden-dropout": 0.0,

@@ -118,6 +118,13 @@ def run_cell(cell: Cell, timeout: float = 120.0) -> list[Observed]:
     return run_ranks(cell.ranks, run_rank, cell, timeout=timeout)
 
 
+def note_version() -> None:
+    """Tell which Megatron this rank has."""
+    from megatron.core.package_info import __version__
+
+    NOTES.append(__version__)
+
+
 def run_rank(cell: Cell) -> Observed:
     """The cell on this rank."""
     from megatron_dynbatch.run import Launch, run_target
