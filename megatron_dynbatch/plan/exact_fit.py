@@ -63,7 +63,8 @@ class _Lengths:
     def pair(self, room: int, tolerance: int) -> list[int] | None:
         """Two samples, of lengths as alike as can be, that leave at most `tolerance` of `room`."""
         lowest = max(room - min(tolerance, self.num_pair_sums), 2 * self.smallest)
-        for total in range(room, lowest - 1, -1):
+        highest = min(room, 2 * self.largest(room))
+        for total in range(highest, lowest - 1, -1):
             half = (total + 1) // 2
             both = (self.present & (self.mirror >> (self.capacity - total))) >> half
             if both:
@@ -104,7 +105,7 @@ def _fill_one(left: _Lengths, tolerance: int) -> list[int]:
     room = left.capacity - taken[0]
     while largest := left.largest(room):
         closing = [largest]
-        if room <= 4 * largest:
+        if room <= 3 * largest + tolerance:
             closing = _closing(left, room, largest, tolerance)
         for length in closing:
             left.take(length)

@@ -23,12 +23,15 @@ from megatron_dynbatch.plan.simple import expand_bins_by_splitting
 
 # Slack of the levels, tried in turn until every sample finds room; the last is the cap alone.
 SLACKS = (1.003, 1.02, float("inf"))
+# Share of all room that is needed, from which on levels only get in the way.
+TIGHT_FILL = 0.995
 # Slacks of further candidates, where planning is quick.
 MORE_SLACKS = (1.0005, 1.01)
 RANK_SLACKS = (1.0005, 1.005)
-QUICK_NUM_SAMPLES = 8192
-# `even_rows` looks at all samples in a proposal and gains little in large steps.
+# Steps of more samples get fewer candidates and no `even_rows`, which gain little there.
 SEARCH_NUM_SAMPLES = 1024
+# A placement whose ranks are further from even is not worth evening out.
+NEARLY_EVEN = 1.05
 MAX_PROPOSALS = 200
 UNLIMITED = 1 << 62
 
@@ -115,7 +118,11 @@ def smallest_count(items: Items, layout: ParallelLayout) -> int:
 
 
 def _first_fill(items: Items, dp: int, num_rows: int) -> NDArray[np.int64] | None:
-    for slack in SLACKS:
+    """Rows filled to the lowest levels at which every sample finds room, if there are any."""
+    fill = int(items.sizes.sum()) / (dp * num_rows * items.capacity)
+    # Large steps that need nearly all room are not helped by levels, and failing takes time.
+    hopeless = fill > TIGHT_FILL and items.sizes.size > SEARCH_NUM_SAMPLES
+    for slack in SLACKS[-1:] if hopeless else SLACKS:
         bin_of = fill_rows(items, dp, num_rows, by_rank=False, slack=slack)
         if bin_of is not None:
             return bin_of
@@ -126,9 +133,9 @@ def _tight_bins(items: Items, num_bins: int) -> list[list[int]]:
     """The fewest micro-batches that any packing by size alone finds."""
     if items.logit_rows is not None:
         return first_fit_two_caps(items)
-    bins = exact_fit(items.sizes, items.capacity, num_bins)
-    if len(bins) > num_bins and items.sizes.size <= QUICK_NUM_SAMPLES:
-        bins = min(bins, best_fit_decreasing(items.sizes, items.capacity), key=len)
+    bins = best_fit_decreasing(items.sizes, items.capacity)
+    if len(bins) > num_bins:
+        bins = min(exact_fit(items.sizes, items.capacity, num_bins), bins, key=len)
     return bins
 
 
@@ -137,24 +144,29 @@ def _best(
 ) -> Placement:
     """The best of several placements with the same count."""
     dp = layout.dp
-    is_quick = items.sizes.size <= QUICK_NUM_SAMPLES
+    is_small = items.sizes.size <= SEARCH_NUM_SAMPLES
     candidates = [bin_of]
-    for slack in MORE_SLACKS if is_quick else ():
+    for slack in MORE_SLACKS if is_small else ():
         other = fill_rows(items, dp, num_rows, by_rank=False, slack=slack)
         candidates += [] if other is None else [other]
     best = min(
         (_dealt(Placement(items, numbers, dp, num_rows)) for numbers in candidates),
         key=lambda placement: placement.lockstep_cost,
     )
-    if items.sizes.size <= SEARCH_NUM_SAMPLES:
+    if is_small:
         even_rows(best, MAX_PROPOSALS)
         best = _dealt(best)
     if layout.lockstep_ranks > 1 or _is_even(best):
         return best
-    finalists = [best]
+    finalists: list[Placement] = []
     for slack in RANK_SLACKS:
         other = fill_rows(items, dp, num_rows, by_rank=True, slack=slack)
         finalists += [] if other is None else [Placement(items, other, dp, num_rows)]
+        if finalists and not is_small:
+            break
+    bound = makespan_bound(items.costs, dp)
+    if is_small or not finalists or int(best.loads.max()) <= NEARLY_EVEN * bound:
+        finalists.append(best)
     for placement in finalists:
         even_ranks(placement, MAX_PROPOSALS + dp)
     return min(finalists, key=_barrier_figure)
