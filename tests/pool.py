@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import multiprocessing
 import os
 import pickle
@@ -198,13 +199,38 @@ def _rank_main(
         function, args, kwargs = pickle.loads(payload)
         with _world(rank, size, folder, timeout, process_group):
             answer = (True, function(*args, **kwargs))
-        message = pickle.dumps(answer)
+        buffer = io.BytesIO()
+        _AnswerPickler(buffer).dump(answer)
+        message = buffer.getvalue()
     except BaseException:  # SystemExit too: Megatron ends processes that way
         message = pickle.dumps((False, traceback.format_exc()))
     log.flush()
     connection.send_bytes(message)
     # Threads of process groups and of Megatron must not delay the end.
     os._exit(0)
+
+
+class _AnswerPickler(pickle.Pickler):
+    """Pickle tensors by value.
+
+    Megatron replaces torch's loader of pickled tensors with its own, so that the parent would have
+    to import Megatron to read a plain answer.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        import torch
+
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        buffer = io.BytesIO()
+        torch.save(obj.detach().clone(), buffer)
+        return _load_tensor, (buffer.getvalue(),)
+
+
+def _load_tensor(saved: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(saved), weights_only=True)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ the script (or anything else) imports Megatron. It cannot be undone within the p
 from __future__ import annotations
 
 import os
+import socket
 
 from megatron_dynbatch.cpu.device_mode import DeviceMode
 from megatron_dynbatch.cpu.reset import reset_megatron
@@ -32,9 +33,7 @@ def enable() -> None:
     global _enabled
     if _enabled:
         return
-    # Nothing is compiled, and Megatron insists on the second for TP and CP.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _set_environment()
 
     from megatron_dynbatch.cpu.collectives import install_collectives
     from megatron_dynbatch.cpu.cuda_surface import install_cuda_surface
@@ -55,3 +54,19 @@ def enable() -> None:
 
     install_megatron_patches()
     _enabled = True
+
+
+def _set_environment() -> None:
+    """Default what Megatron reads from the environment; what is set stays."""
+    # Nothing is compiled, and Megatron insists on the second for TP and CP.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return
+    # Started without torchrun: a world of one process.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port))

@@ -18,7 +18,7 @@ _LAYER = re.compile(r"^(?P<head>.*?layers\.)(?P<number>\d+)(?P<tail>\..*)$")
 _EXPERT = re.compile(r"^(?P<head>.*local_experts\.)(?P<number>\d+)(?P<tail>\..*)$")
 
 
-def global_parameters(model: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+def global_parameters(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Name every parameter as a model without pipeline or expert parallelism would.
 
     Args:
