@@ -1,8 +1,41 @@
 """Losses as functions of model output and micro-batch, and what is handed to Megatron."""
 
+from megatron_dynbatch.losses.algorithms import (
+    cispo,
+    dapo,
+    dr_grpo,
+    gmpo,
+    grpo,
+    gspo,
+    ppo,
+    reinforce,
+)
+from megatron_dynbatch.losses.kl import kl_to_reference
 from megatron_dynbatch.losses.logprob import vocab_parallel_logprob_entropy
-from megatron_dynbatch.losses.policy import policy
+from megatron_dynbatch.losses.on_policy import old_log_probs_source
+from megatron_dynbatch.losses.policy import PolicyOptions, policy
 from megatron_dynbatch.losses.scaling import megatron_loss
+from megatron_dynbatch.losses.sequence import sequence_means
 from megatron_dynbatch.losses.sft import sft, token_log_probs
+from megatron_dynbatch.losses.value import value
 
-__all__ = ["megatron_loss", "policy", "sft", "token_log_probs", "vocab_parallel_logprob_entropy"]
+__all__ = [
+    "PolicyOptions",
+    "cispo",
+    "dapo",
+    "dr_grpo",
+    "gmpo",
+    "grpo",
+    "gspo",
+    "kl_to_reference",
+    "megatron_loss",
+    "old_log_probs_source",
+    "policy",
+    "ppo",
+    "reinforce",
+    "sequence_means",
+    "sft",
+    "token_log_probs",
+    "value",
+    "vocab_parallel_logprob_entropy",
+]

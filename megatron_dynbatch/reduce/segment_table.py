@@ -22,9 +22,6 @@ from megatron_dynbatch.reduce.ragged import Int64, ragged_arange, starts_of
 Layout = Literal["pack", "response"]
 
 
-TILE = 1024  # tokens that one thread block of the kernels sums; tiles start where a piece starts
-
-
 @dataclass(frozen=True, eq=False)
 class DeviceSegments:
     """A segment table where the operators can read it.
@@ -95,7 +92,7 @@ class SegmentTable:
     def pieces(self) -> NDArray[np.int32]:
         """int32 [4, B·P]: x offset, mask offset, length and first tile of each piece."""
         lengths = self.lengths.ravel()
-        tiles = -(-lengths // TILE)
+        tiles = -(-lengths // kernels.TILE)
         rows = [self.x_offsets.ravel(), self.mask_offsets.ravel(), lengths, starts_of(tiles)]
         return np.stack(rows).astype(np.int32)
 

@@ -8,7 +8,8 @@ import torch
 
 from megatron_dynbatch.layout import build_micro_batch
 from megatron_dynbatch.losses import policy, sft
-from megatron_dynbatch.losses.policy import kl_to_reference, policy_terms
+from megatron_dynbatch.losses.kl import kl_to_reference
+from megatron_dynbatch.losses.policy import policy_terms
 from megatron_dynbatch.rollouts import Sample
 from tests.layout.helpers import plan_of
 
@@ -145,9 +146,14 @@ def test_policy_gradcheck():
         (dict(clip_low=-0.1), "clip bounds must be"),
         (dict(dual_clip=0.5), "dual_clip > 1"),
         (dict(kl_coef=0.1), "no KL estimator is chosen"),
-        (dict(kl="k4"), "'k1', 'k2' or 'k3', got 'k4'"),
+        (dict(kl="k4"), "one of 'k1', 'k2', 'k3', 'low_var', got 'k4'"),
         (dict(kl="k1"), "no ref_log_probs"),
         (dict(temperature=0.5), "need logits: do not pass labels"),
+        (dict(entropy_coef=0.0), "need logits: do not pass labels"),
+        (dict(surrogate="trpo"), "surrogate is one of clip, cispo, gspo, gmpo, reinforce"),
+        (dict(surrogate="cispo", dual_clip=3.0), "'cispo' has no dual clip"),
+        (dict(importance="truncate"), "no rollout_log_probs"),
+        (dict(importance="truncate", old_log_probs="rollout"), "makes them the same"),
     ],
 )
 def test_bad_options(options, message):

@@ -1,0 +1,47 @@
+// Entry points: every specialisation under a name of its own, as kernels.py launches them.
+#include "common.cuh"
+#include "segments.cuh"
+
+using namespace dynbatch;
+
+#define SEGMENT_SUMS(NAME, X, SUM, K)                                                             \
+    extern "C" __global__ void __launch_bounds__(kBlock)                                          \
+        NAME(const X* x, const double* w, const int* rows, int count, int num_samples,            \
+             int num_tokens, int num_values, SUM::Word* tiles, unsigned int* arrived,             \
+             SUM::Word* total, SUM::Word* samples) {                                              \
+        RowTerms<X, SUM, K> terms = {x, w, num_values, num_tokens};                               \
+        Pieces pieces = {rows, count, num_samples, num_tokens};                                   \
+        Results<SUM> results = {tiles, arrived, total, samples};                                  \
+        reduce<SUM, K>(terms, pieces, results, num_values);                                       \
+    }
+
+#define SPREAD(NAME, X)                                                                           \
+    extern "C" __global__ void __launch_bounds__(kBlock)                                          \
+        NAME(const double* grad_total, const double* grad_samples, const double* w,               \
+             const int* rows, int count, int num_samples, int num_tokens, int num_values, X* dx) { \
+        Pieces pieces = {rows, count, num_samples, num_tokens};                                   \
+        spread<X>(grad_total, grad_samples, w, pieces, dx, num_values);                           \
+    }
+
+#define WEIGH(NAME, M)                                                                            \
+    extern "C" __global__ void __launch_bounds__(kBlock)                                          \
+        NAME(const M* masks, const double* denoms, const int* rows, int count, int num_samples,   \
+             int num_tokens, double* w) {                                                         \
+        Pieces pieces = {rows, count, num_samples, num_tokens};                                   \
+        weigh<M>(masks, denoms, pieces, w);                                                       \
+    }
+
+SEGMENT_SUMS(segment_sums_float32_1, float, Float64Sum, 1)
+SEGMENT_SUMS(segment_sums_float32_8, float, Float64Sum, 8)
+SEGMENT_SUMS(segment_sums_bfloat16_1, bfloat16, Float64Sum, 1)
+SEGMENT_SUMS(segment_sums_bfloat16_8, bfloat16, Float64Sum, 8)
+SEGMENT_SUMS(segment_sums_float64_1, double, Float64Sum, 1)
+SEGMENT_SUMS(segment_sums_float64_8, double, Float64Sum, 8)
+SEGMENT_SUMS(exact_sums_float32, float, ExactSum, 4)
+SEGMENT_SUMS(exact_sums_bfloat16, bfloat16, ExactSum, 4)
+SEGMENT_SUMS(exact_sums_float64, double, ExactSum, 4)
+SPREAD(segment_sums_backward_float32, float)
+SPREAD(segment_sums_backward_bfloat16, bfloat16)
+SPREAD(segment_sums_backward_float64, double)
+WEIGH(token_weights_float32, float)
+WEIGH(token_weights_uint8, unsigned char)
