@@ -111,7 +111,7 @@ def pipeline_ends(durations: NDArray[np.float64], layout: ParallelLayout) -> NDA
     Returns:
         Ends [pipelines].
     """
-    return max(pass_times(durations, layout)[1].values(), key=lambda end: float(end.max()))
+    return np.maximum.reduce(list(pass_times(durations, layout)[1].values()))
 
 
 PassKey = tuple[int, Pass]
