@@ -12,6 +12,7 @@ from collections.abc import Callable
 from megatron_dynbatch.hooks.arguments import adding_arguments
 from megatron_dynbatch.hooks.checkpoint import loaded_samples
 from megatron_dynbatch.hooks.data_iterator import building_iterators
+from megatron_dynbatch.hooks.flops import consuming_lengths
 from megatron_dynbatch.hooks.loss import getting_forward_backward
 from megatron_dynbatch.hooks.microbatches import (
     building_calculator,
@@ -77,6 +78,7 @@ SEAMS = (
          building_calculator),
     Seam(_TRAINING, "build_train_valid_test_data_iterators", building_iterators),
     Seam(_TRAINING, "get_forward_backward_func", getting_forward_backward),
+    Seam(_TRAINING, "consume_seqlen_stats_in_iteration", consuming_lengths, since=(0, 18)),
     Seam(_ROUTER, "z_loss_func", weighting_z_loss, AUX_LOSSES_SINCE),
     Seam(_ROUTER, "TopKRouter._apply_expert_bias", counting_experts, AUX_LOSSES_SINCE),
     Seam(_ROUTER, "TopKRouter._apply_global_aux_loss", applying_global_loss, AUX_LOSSES_SINCE),

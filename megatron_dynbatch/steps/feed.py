@@ -280,6 +280,8 @@ class StepFeed:
         """On rank 0: wait for the batch, plan it, and say what every rank must know."""
         state = self._wait_for_batch()
         carried = list(self.cursor.carried)
+        if state == "end" and self.cursor.batch_id == 0:
+            raise ValueError(f"{self.source} was closed without a single rollout")
         if state == "end" and not carried:
             return {"kind": "end"}
         parts = [self._carried_index(carried)] if carried else []

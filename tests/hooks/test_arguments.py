@@ -96,9 +96,12 @@ def test_wrong_command_lines_are_told_before_training(directory: Path, tmp_path:
         (flags(directory, "--loss-reduction", "constant"), "loss_constant"),
         (flags(directory, "--oversize", "alone"), "needs micro-batches of variable width"),
         (flags(directory, "--rollout-path", str(tmp_path / "other")), "other"),
-        (flags(directory, "--num-experts", "2"), "--num-experts"),
-        (flags(directory, "--mtp-num-layers", "1", "--position-embedding-type", "rope"),
-         "--mtp-num-layers"),
+        (flags(directory, "--mtp-num-layers", "1", "--position-embedding-type", "rope",
+               "--calculate-per-token-loss"), "number of tokens that may be 0"),
+        (flags(directory, "--mtp-num-layers", "2", "--position-embedding-type", "rope"),
+         "--mtp-num-layers above 1"),
+        (flags(directory, "--num-experts", "2", "--moe-expert-capacity-factor", "1",
+               "--moe-token-dispatcher-type", "alltoall"), "--moe-expert-capacity-factor"),
     ]
     ((*results,),) = run_ranks(1, parse_all, [line for line, _ in cases], process_group=False)
     for (line, expected), (args, error) in zip(cases, results, strict=True):

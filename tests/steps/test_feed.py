@@ -122,6 +122,11 @@ def test_nothing_within_the_timeout_is_an_error_that_names_the_batch(tmp_path: P
         steps.open_step()
 
 
+def test_a_run_without_rollouts_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="closed without a single rollout"):
+        feed(directory(tmp_path / "r", [])).open_step()
+
+
 def test_the_policy_is_asked_only_when_the_batch_is_not_there(tmp_path: Path) -> None:
     source = directory(tmp_path / "r", [2], end=False)
     steps = feed(source, rollouts_per_step=2)
