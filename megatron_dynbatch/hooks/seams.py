@@ -154,7 +154,8 @@ def inspect_seams(seams: Sequence[Seam]) -> list[SeamReport]:
 
 def _is_megatrons(function: Any) -> bool:
     # A wrapper that declares what it wraps has the original's module name, not its globals.
-    return getattr(function, "__globals__", {}).get("__name__", "megatron.").startswith("megatron.")
+    home = getattr(function, "__globals__", {}).get("__name__", "megatron")
+    return home.partition(".")[0] in ("megatron", "torch")  # torch.compile's wrappers
 
 
 # What we put in place: the attribute before, and after.

@@ -1,0 +1,172 @@
+"""``megatron-dynbatch doctor``: does the plugin fit what is installed and what will be run?"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_dynbatch.cli.environment import Check, environment
+
+DESCRIPTION = """\
+Shows versions, every place of Megatron that the plugin hooks into, and who else changed it. With
+the arguments of a training after --, also what would be refused. Exit code 1 if there is a problem.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "doctor", help="versions, sites, other plugins, refused flags", description=DESCRIPTION
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--cpu", action="store_true", help="as under megatron_dynbatch.run --cpu")
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="MODULE",
+        help="import another plugin first, to see what it changes",
+    )
+    parser.add_argument(
+        "arguments", nargs="*", metavar="-- ARGUMENTS", help="arguments of the pretrain script"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look at everything and print it."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")  # Megatron warns of every optional package
+        report = examine(args.arguments, args.cpu, args.imports)
+    problems = [check.problem for checks in report.values() for check in checks if check.problem]
+    if args.json:
+        sections = {
+            title: [{"name": c.name, "found": c.found, "problem": c.problem} for c in checks]
+            for title, checks in report.items()
+        }
+        print(json.dumps({**sections, "ok": not problems}, indent=2))
+    else:
+        print(as_text(report, problems))
+    return 1 if problems else 0
+
+
+def examine(
+    arguments: Sequence[str] = (), cpu: bool = False, imports: Sequence[str] = ()
+) -> dict[str, list[Check]]:
+    """All sections of the report, by title.
+
+    Args:
+        arguments: Of a training that is about to be started.
+        cpu: Whether it will run on the CPU.
+        imports: Modules of other plugins to import first.
+    """
+    if cpu:
+        from megatron_dynbatch.cpu import enable
+
+        enable()
+    report = {"environment": environment()}
+    if any(check.problem for check in report["environment"]):
+        return report  # hooks in half a Megatron say nothing
+    for module in imports:
+        _import(module)
+    report["sites"] = sites()
+    report["seams"] = seams()
+    if arguments:
+        report["command line"] = command_line(arguments)
+    return report
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"--import {module}: {error}") from None
+
+
+def sites() -> list[Check]:
+    """Every named site: file, lines, state."""
+    from megatron_dynbatch.hooks.registry import SITES
+    from megatron_dynbatch.hooks.sites import inspect_sites
+
+    checks = []
+    for report in inspect_sites(SITES):
+        place = f"{report.file}:{','.join(map(str, report.lines))}"
+        state = "in the source" if report.patched else "matched"
+        if report.wrapped_by:
+            state += f", wrapped by {report.wrapped_by}"
+        if report.problem:
+            advice = f"{report.site.name}: {report.problem}; see docs/compatibility.md"
+            checks.append(Check(report.site.name, place, advice))
+        else:
+            checks.append(Check(report.site.name, f"{state}; {place}"))
+    return checks
+
+
+def seams() -> list[Check]:
+    """Every seam: the function in place, and who put it there."""
+    from megatron_dynbatch.hooks.installation import present_seams
+    from megatron_dynbatch.hooks.seams import inspect_seams
+
+    checks = []
+    for report in inspect_seams(present_seams()):
+        state = "in the source" if report.patched else "matched"
+        if report.wrapped_by:
+            state += f", wrapped by {report.wrapped_by}"
+        checks.append(Check(report.seam.attribute, f"{state}; {report.where}", report.problem))
+    return checks
+
+
+def command_line(arguments: Sequence[str]) -> list[Check]:
+    """What would be refused with these arguments; options of the script itself are passed over."""
+    from megatron_dynbatch.hooks import SiteError, install
+    from megatron_dynbatch.hooks.refusals import refusals
+
+    try:
+        install()
+        args = _parse(arguments)
+    except (SiteError, ValueError) as error:
+        return [Check("arguments", "not accepted", str(error))]
+    if not args.dynamic_global_batch:
+        return [Check("--dynamic-global-batch", "not given: the plugin changes nothing")]
+    reasons = refusals(args)
+    if not reasons:
+        return [Check("--dynamic-global-batch", "nothing is refused")]
+    return [Check(reason.partition(":")[0], "refused", reason) for reason in reasons]
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse with Megatron's own parser.
+
+    Raises:
+        ValueError: Its message, where the parser would end the process.
+    """
+    from megatron.training import arguments as megatron_arguments
+
+    given, messages = sys.argv, io.StringIO()
+    sys.argv = ["pretrain", *arguments]
+    try:
+        with contextlib.redirect_stderr(messages):
+            return megatron_arguments.parse_args(ignore_unknown_args=True)
+    except SystemExit:
+        raise ValueError(messages.getvalue().strip().rpartition("error: ")[2]) from None
+    finally:
+        sys.argv = given
+
+
+def as_text(report: dict[str, list[Check]], problems: Sequence[str | None]) -> str:
+    """The report for people."""
+    width = max(len(check.name) for checks in report.values() for check in checks)
+    lines = []
+    for title, checks in report.items():
+        lines += [title, *(_line(check, width) for check in checks), ""]
+    lines.append(f"{len(problems)} problem{'' if len(problems) == 1 else 's'}")
+    lines += [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)]
+    return "\n".join(lines)
+
+
+def _line(check: Check, width: int) -> str:
+    return f"  {'!!' if check.problem else 'ok'}  {check.name:<{width}}  {check.found}"

@@ -1,0 +1,141 @@
+"""A step of a plan as a picture: ranks × time, micro-batches as blocks coloured by cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import PatchCollection
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
+
+from megatron_dynbatch.plan import Plan
+from megatron_dynbatch.plan.step_time import pass_times
+from megatron_dynbatch.plan.summary import StepSummary, micro_batch_costs
+
+MOST_LINES = 48
+COLOURS = "YlGnBu"
+# One block: line, start, width, cost of its micro-batch, is it a backward pass, is it a dummy.
+Block = tuple[int, float, float, float, bool, bool]
+
+
+def draw_step(plan: Plan, summary: StepSummary, path: Path) -> None:
+    """Write the picture of one step.
+
+    Without pipeline parallelism a line is a DP rank; with it, a pipeline stage of a DP rank,
+    the most loaded rank first. At most 48 lines are drawn.
+
+    Args:
+        plan: The plan.
+        summary: Figures of the step, its number among them.
+        path: PNG (or any format that matplotlib knows by its ending).
+    """
+    step = plan.steps[summary.step]
+    costs = micro_batch_costs(plan, step)
+    is_dummy = np.array([[not rows for rows in rank] for rank in step.micro_batches])
+    if plan.layout.pp == 1:
+        labels, blocks = _rank_blocks(costs, is_dummy, plan.layout.lockstep_ranks)
+    else:
+        labels, blocks = _stage_blocks(plan, costs, is_dummy)
+    figure = Figure(figsize=(11, 1.9 + 0.24 * max(4, len(labels))), layout="constrained")
+    axes = figure.subplots()
+    norm = Normalize(0, float(costs.max()))
+    _draw_blocks(axes, blocks, norm)
+    axes.set_xlim(0, summary.seconds)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes.set_xlabel("predicted time, in units of the cost model")
+    axes.set_facecolor("#f0e6e0")
+    axes.set_title(_title(plan, summary), loc="left", fontsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    bar = figure.colorbar(ScalarMappable(norm, matplotlib.colormaps[COLOURS]), ax=axes, pad=0.01)
+    bar.set_label("cost of the micro-batch")
+    bar.outline.set_visible(False)  # type: ignore[operator]
+    figure.savefig(path, dpi=150)
+
+
+def _title(plan: Plan, summary: StepSummary) -> str:
+    layout = plan.layout
+    sizes = ", ".join(
+        f"{name.upper()} {getattr(layout, name)}"
+        for name in ("dp", "cp", "tp", "pp", "vpp", "ep")
+        if getattr(layout, name) > 1
+    )
+    return (
+        f"Step {summary.step}: {summary.num_rollouts} rollouts, {summary.num_samples} samples, "
+        f"{summary.num_tokens:,} tokens on {sizes or 'one rank'}\n"
+        f"{summary.num_microbatches} micro-batches per rank (bound "
+        f"{summary.fewest_microbatches}), {summary.num_dummies} dummies, balance "
+        f"{summary.balance:.4f}, lock-step {summary.lockstep:.4f}, idle {summary.bubble:.1%}"
+    )
+
+
+def _rank_blocks(
+    costs: NDArray[np.float64], is_dummy: NDArray[np.bool_], group: int
+) -> tuple[list[str], list[Block]]:
+    """Blocks of DP ranks; the k-th of a lock-step group start together."""
+    starts = np.zeros_like(costs)
+    for first in range(0, len(costs), group):
+        slowest = costs[first : first + group].max(axis=0)
+        starts[first : first + group, 1:] = np.cumsum(slowest)[:-1]
+    num = min(len(costs), MOST_LINES)
+    labels = [f"DP {rank}" for rank in range(num)]
+    blocks = [
+        (rank, float(starts[rank, k]), float(cost), float(cost), False, bool(is_dummy[rank, k]))
+        for rank in range(num)
+        for k, cost in enumerate(costs[rank])
+    ]
+    return labels, blocks
+
+
+def _stage_blocks(
+    plan: Plan, costs: NDArray[np.float64], is_dummy: NDArray[np.bool_]
+) -> tuple[list[str], list[Block]]:
+    """Blocks of pipeline stages, most loaded DP ranks first."""
+    layout = plan.layout
+    durations = costs.copy()
+    for first in range(0, len(costs), layout.lockstep_ranks):
+        group = slice(first, first + layout.lockstep_ranks)
+        durations[group] = durations[group].max(axis=0)
+    by_load = np.argsort(-durations.sum(axis=1), kind="stable")
+    ranks = by_load[: max(1, MOST_LINES // layout.pp)].tolist()
+    starts, ends = pass_times(durations[ranks], layout)
+    labels = [f"DP {rank} stage {stage}" for rank in ranks for stage in range(layout.pp)]
+    blocks: list[Block] = []
+    for (stage, item), start in starts.items():
+        for place, rank in enumerate(ranks):
+            k = item.micro_batch
+            begin, end = float(start[place]), float(ends[stage, item][place])
+            blocks.append(
+                (
+                    place * layout.pp + stage,
+                    begin,
+                    end - begin,
+                    float(costs[rank, k]),
+                    not item.is_forward,
+                    bool(is_dummy[rank, k]),
+                )
+            )
+    return labels, blocks
+
+
+def _draw_blocks(axes: Any, blocks: list[Block], norm: Normalize) -> None:
+    """Forward passes are thinner than backward ones; dummies are empty."""
+    colours = matplotlib.colormaps[COLOURS]
+    has_backward = any(block[4] for block in blocks)
+    patches, faces = [], []
+    for line, start, width, cost, is_backward, is_dummy in blocks:
+        height = 0.84 if is_backward or not has_backward else 0.52
+        patches.append(Rectangle((start, line - height / 2), width, height))
+        faces.append((1.0, 1.0, 1.0, 1.0) if is_dummy else colours(norm(cost)))
+    # Hair lines, so that hundreds of blocks do not turn into a fence.
+    width = 0.4 if len(blocks) < 2000 else 0.1
+    axes.add_collection(
+        PatchCollection(patches, facecolor=faces, edgecolor="#404040", linewidth=width)
+    )

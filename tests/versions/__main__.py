@@ -1,0 +1,5 @@
+"""See `tests.versions.cells`."""
+
+from tests.versions.cells import main
+
+main()
