@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -107,9 +107,13 @@ class Exchange:
     def _compare_all(self, key: str, facts: Mapping[str, str]) -> None:
         differing: dict[str, list[int]] = {}
         values: dict[str, str] = {}
+        self._wait(
+            [f"{key}/{rank}" for rank in range(self.world_size)],
+            lambda missing: f"{_named(missing)} to read the rollout batch and compare plans",
+            self.timeout,
+        )
         for rank in range(1, self.world_size):
-            missing = f"ranks {_ranges(range(rank, self.world_size))} to compare plans"
-            theirs = json.loads(self._get(f"{key}/{rank}", missing, self.timeout))
+            theirs = json.loads(self._store.get(f"{key}/{rank}").decode())
             for field in facts.keys() | theirs.keys():
                 if theirs.get(field) != facts.get(field):
                     differing.setdefault(field, []).append(rank)
@@ -117,7 +121,7 @@ class Exchange:
         if differing:
             listed = "; ".join(
                 f"{field} is {facts.get(field)!r} on rank 0 but {values[field]!r} on "
-                f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)}"
+                f"{_named(ranks)}"
                 for field, ranks in sorted(differing.items())
             )
             raise RankFailure(
@@ -141,25 +145,33 @@ class Exchange:
         self._own_keys = [(call, key) for call, key in self._own_keys if call >= calls]
 
     def _get(self, key: str, waiting_for: str, timeout: float) -> str:
+        self._wait([key], lambda missing: waiting_for, timeout)
+        return self._store.get(key).decode()
+
+    def _wait(
+        self, keys: Sequence[str], waiting_for: Callable[[list[int]], str], timeout: float
+    ) -> None:
+        """Wait until all keys are there; ``waiting_for`` describes the places of missing ones."""
         start = time.monotonic()
         next_line = start + _PROGRESS_SECONDS
         poll = 0.001
-        while not self._store.check([key]):
+        while missing := [n for n, key in enumerate(keys) if not self._store.check([key])]:
             if self._store.check(["failed"]):
                 raise RankFailure(self._store.get("failed").decode())
             now = time.monotonic()
             if now - start > timeout:
                 error = RankFailure(
-                    f"rank {self.rank} waited {timeout:.0f} s for {waiting_for}, in vain"
+                    f"rank {self.rank} waited {timeout:.0f} s for {waiting_for(missing)}, in vain"
                 )
                 self.fail(error)
                 raise error
             if now > next_line:
-                progress(f"rank {self.rank} has waited {now - start:.0f} s for {waiting_for}")
+                progress(
+                    f"rank {self.rank} has waited {now - start:.0f} s for {waiting_for(missing)}"
+                )
                 next_line = now + _PROGRESS_SECONDS
             time.sleep(poll)
             poll = min(2 * poll, _LONGEST_POLL_SECONDS)
-        return self._store.get(key).decode()
 
 
 class _Failing:
@@ -179,7 +191,7 @@ def progress(line: str) -> None:
     print(f"[megatron_dynbatch] {line}", flush=True)
 
 
-def _ranges(ranks: Any) -> str:
-    listed = list(ranks)
-    shown = ", ".join(map(str, listed[:8]))
-    return shown + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
