@@ -34,7 +34,7 @@ from megatron_dynbatch.hooks.seams import Seam
 from megatron_dynbatch.hooks.sites import Site
 
 # Versions that the test suite runs.
-TESTED_VERSIONS = ("0.17.1", "0.19.2")
+TESTED_VERSIONS = ("0.17.1", "0.18.2", "0.19.2")
 
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
