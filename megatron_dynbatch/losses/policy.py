@@ -261,25 +261,29 @@ def policy(
     # Selected before any arithmetic: 0·NaN in a backward pass would be NaN again.
     keep = microbatch.token_weights != 0
 
-    def kept(x: Tensor) -> Tensor:
-        return torch.where(keep, x, 0.0)
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    log_probs = torch.where(keep, log_probs, 0.0).to(dtype)
 
-    log_probs, advantages = kept(log_probs), kept(microbatch.column("advantages"))
+    def column(name: str) -> Tensor:
+        return torch.where(keep, microbatch.column(name), 0.0).to(dtype)
+
     if chosen.old_log_probs == "current":
         old = log_probs.detach()
     else:
-        name = "log_probs" if chosen.old_log_probs == "column" else "rollout_log_probs"
-        old = kept(microbatch.column(name))
-    token_loss, metrics = _policy_term(chosen, log_probs, old, advantages, microbatch, cp_group)
+        old = column("log_probs" if chosen.old_log_probs == "column" else "rollout_log_probs")
+    rollout = None if chosen.importance is None else column("rollout_log_probs")
+    token_loss, metrics = _policy_term(
+        chosen, log_probs, old, rollout, column("advantages"), microbatch, cp_group
+    )
     if chosen.kl is not None:
         # With coefficient 0 the graph must not see the KL: 0·inf would be NaN.
         policy_side = log_probs if chosen.kl_coef else log_probs.detach()
-        token_kl = kl_to_reference(policy_side, kept(microbatch.column("ref_log_probs")), chosen.kl)
+        token_kl = kl_to_reference(policy_side, column("ref_log_probs"), chosen.kl)
         metrics["kl"] = token_kl.detach()
         if chosen.kl_coef:
             token_loss = token_loss + chosen.kl_coef * token_kl
     if entropy is not None:
-        entropy = kept(entropy)
+        entropy = torch.where(keep, entropy, 0.0)
         metrics["entropy"] = entropy.detach()
         if chosen.entropy_coef:
             token_loss = token_loss - chosen.entropy_coef * entropy
@@ -291,6 +295,7 @@ def _policy_term(
     chosen: PolicyOptions,
     log_probs: Tensor,
     old: Tensor,
+    rollout: Tensor | None,
     advantages: Tensor,
     microbatch: MicroBatch,
     cp_group: dist.ProcessGroup | None,
@@ -325,9 +330,7 @@ def _policy_term(
         "ratio": terms.ratio,
         "ratio_clamped": terms.ratio_clamped,
     }
-    if chosen.importance is not None:
-        rollout = microbatch.column("rollout_log_probs")
-        rollout = torch.where(microbatch.token_weights != 0, rollout, 0.0)
+    if chosen.importance is not None and rollout is not None:
         weight, bounded = importance_weights(
             old, rollout, chosen.importance, chosen.importance_bounds
         )
