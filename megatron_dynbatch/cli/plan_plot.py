@@ -49,14 +49,15 @@ def draw_step(plan: Plan, summary: StepSummary, path: Path) -> None:
     axes.set_xlim(0, summary.seconds)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
-    axes.set_xlabel("predicted time, in units of the cost model")
+    passes = "" if plan.layout.pp == 1 else "; thin: forward, thick: backward"
+    axes.set_xlabel(f"predicted time, in units of the cost model{passes}")
     axes.set_facecolor("#f0e6e0")
     axes.set_title(_title(plan, summary), loc="left", fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     bar = figure.colorbar(ScalarMappable(norm, matplotlib.colormaps[COLOURS]), ax=axes, pad=0.01)
     bar.set_label("cost of the micro-batch")
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     figure.savefig(path, dpi=150)
 
 

@@ -34,7 +34,9 @@ def row_order(costs: NDArray[np.int64], layout: ParallelLayout, name: str) -> ND
         return _by_name(costs, "heaviest_first")
     if 2 * costs.shape[0] * layout.pp * layout.vpp > MOST_PASSES:
         return _by_name(costs, "light_ends")
-    orders = [_by_name(costs, other) for other in ("light_ends", "heaviest_first")]
+    orders = [
+        _by_name(costs, other) for other in ("light_ends", "heaviest_first", "lightest_first")
+    ]
     return min(orders, key=lambda order: predict(costs[order].T, layout).seconds)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +74,7 @@ def stage_order(stage: int, num_microbatches: int, layout: ParallelLayout) -> tu
     return tuple(order)
 
 
-def predict(costs: NDArray[np.int64], layout: ParallelLayout) -> StepTime:
+def predict(costs: NDArray[Any], layout: ParallelLayout) -> StepTime:
     """Time and bubble of a step.
 
     Args:
