@@ -17,7 +17,9 @@ from megatron_dynbatch.losses.policy import PolicyOptions, policy
 from megatron_dynbatch.losses.scaling import megatron_loss
 from megatron_dynbatch.losses.sequence import sequence_means
 from megatron_dynbatch.losses.sft import sft, token_log_probs
+from megatron_dynbatch.reduce import PolicyOptions
 from megatron_dynbatch.losses.value import value
+from megatron_dynbatch.losses.whitening import whiten_over_ranks
 
 __all__ = [
     "PolicyOptions",
@@ -38,4 +40,5 @@ __all__ = [
     "token_log_probs",
     "value",
     "vocab_parallel_logprob_entropy",
+    "whiten_over_ranks",
 ]
