@@ -17,7 +17,6 @@ from megatron_dynbatch.losses.policy import PolicyOptions, policy
 from megatron_dynbatch.losses.scaling import megatron_loss
 from megatron_dynbatch.losses.sequence import sequence_means
 from megatron_dynbatch.losses.sft import sft, token_log_probs
-from megatron_dynbatch.reduce import PolicyOptions
 from megatron_dynbatch.losses.value import value
 from megatron_dynbatch.losses.whitening import whiten_over_ranks
 

@@ -1,66 +1,343 @@
-"""Clipped policy-gradient loss of reinforcement learning from rollouts.
+"""Policy-gradient losses of reinforcement learning from rollouts, one formula for each token.
 
-The formulas and their sources stand in `reduce/policy_reference.py`; this is the loss as a function
-of what the model returned and of a micro-batch's columns.
+Per trained token with log-ratio δ = logp − old_logp clamped to ±20, r = exp δ, advantage A, δ̄ the
+mean of δ over the trained tokens of the token's sample, sg(·) a value without gradient:
+
+    clip       x = max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high))     PPO, arXiv:1707.06347 eq. 7
+               x = min(x, −c·A)  where A < 0, with a dual clip  arXiv:1912.09729 eq. 5
+    cispo      x = −sg(clip(r, 1−ε_low, 1+ε_high))·A·logp       arXiv:2506.13585 eq. 4
+    gspo       `clip` with s = exp(sg(δ̄) + δ − sg(δ)) for r     arXiv:2507.18071 eq. 7 and 14
+    gmpo       x = −A·exp(sg(δ̄') + δ' − sg(δ'))                 arXiv:2507.20673
+               δ' = min(δ, ε_high) where A > 0, max(δ, −ε_low) where A < 0
+    reinforce  x = −A·logp                                      Williams, Mach. Learn. 8, 1992
+
+Unequal bounds are DAPO's clip-higher (arXiv:2503.14476 eq. 8). For one advantage per sample the
+gradients of `gspo` and `gmpo` are those of their papers' sequence ratios, without any rank holding
+a whole sequence: δ̄ is a constant of the token, and its own δ carries the gradient.
+
+The step's loss is Σ w·(ρ̂·o·x + β·kl − η·entropy) / B, ρ̂ an importance weight, o the off-policy
+mask (`importance.py`), kl an estimator of `kl.py`. A term of coefficient 0 is reported but is no
+part of the graph. exp sees ±20 at most, everywhere.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dynbatch.layout import MicroBatch
+from megatron_dynbatch.losses.importance import (
+    ImportanceMode,
+    importance_weights,
+    off_policy_mask,
+)
+from megatron_dynbatch.losses.kl import MAX_LOG_RATIO, KlEstimator, kl_to_reference
 from megatron_dynbatch.losses.logprob import EntropyMode
+from megatron_dynbatch.losses.on_policy import OldLogProbs
+from megatron_dynbatch.losses.sequence import sequence_means
 from megatron_dynbatch.losses.sft import token_log_probs
-from megatron_dynbatch.reduce import PolicyOptions, policy_loss_sums
+
+Surrogate = Literal["clip", "cispo", "gspo", "gmpo", "reinforce"]
+SEQUENCE_SURROGATES = ("gspo", "gmpo")
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """What `policy` computes. Which metrics it reports depends on these alone, never on the data.
+
+    Attributes:
+        surrogate: Formula of the policy term, see the module.
+        clip_low: ε_low ≥ 0.
+        clip_high: ε_high ≥ 0.
+        dual_clip: c > 1, for `clip` and `gspo`; None: no dual clip.
+        kl: Estimator of the KL to the reference policy; None: neither reported nor in the loss.
+        kl_coef: β; with 0 the KL is reported but is no part of the graph.
+        entropy_coef: η; with 0 the entropy is reported but is no part of the graph; None: it is
+            not even computed. Needs logits.
+        old_log_probs: Where old_logp comes from: the column `log_probs`, the column
+            `rollout_log_probs`, or this very pass ("current", see `on_policy`).
+        importance: Correction of old_logp against `rollout_log_probs`; None: none.
+        importance_bounds: (low, high) of ρ; truncation reads only high.
+        off_policy_threshold: δ of `off_policy_mask`, in nats per token; None: no such mask.
+        temperature: Temperature the responses were sampled at. Needs logits unless it is 1.
+
+    Raises:
+        ValueError: An option out of range, or two that contradict each other.
+    """
+
+    surrogate: Surrogate = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl: KlEstimator | None = None
+    kl_coef: float = 0.0
+    entropy_coef: float | None = None
+    old_log_probs: OldLogProbs = "column"
+    importance: ImportanceMode | None = None
+    importance_bounds: tuple[float, float] = (0.5, 2.0)
+    off_policy_threshold: float | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, choice, choices in (
+            ("surrogate", self.surrogate, get_args(Surrogate)),
+            ("old_log_probs", self.old_log_probs, get_args(OldLogProbs)),
+        ):
+            if choice not in choices:
+                raise ValueError(f"{name} is one of {', '.join(choices)}, got {choice!r}")
+        if self.clip_low < 0 or self.clip_high < 0 or (self.dual_clip or 2.0) <= 1:
+            raise ValueError(
+                f"clip bounds must be ≥ 0 and dual_clip > 1, got {self.clip_low}, "
+                f"{self.clip_high}, {self.dual_clip}"
+            )
+        if self.dual_clip is not None and self.surrogate not in ("clip", "gspo"):
+            raise ValueError(f"surrogate {self.surrogate!r} has no dual clip; leave dual_clip out")
+        if self.kl is None and self.kl_coef:
+            raise ValueError(
+                f"kl_coef is {self.kl_coef} but no KL estimator is chosen; set kl to k1, k2, k3 or "
+                "low_var"
+            )
+        if self.importance is not None and self.old_log_probs == "rollout":
+            raise ValueError(
+                "importance corrects old log-probs against rollout_log_probs, but old_log_probs="
+                "'rollout' makes them the same; use 'column' or 'current'"
+            )
+
+    @property
+    def entropy_mode(self) -> EntropyMode:
+        """How the entropy is computed: not at all, as a metric, or with its gradient."""
+        if self.entropy_coef is None:
+            return "none"
+        return "grad" if self.entropy_coef else "metric"
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """Per-token values [T] of the policy term; without gradient, the first apart.
+
+    Attributes:
+        loss: x of the module's formulas, differentiable in the log-probs.
+        ratio: r (of `gspo` and `gmpo` the sequence ratio).
+        approx_kl: r − 1 − δ of the token, an estimate of KL(old ‖ new).
+        clipped: 1 where a clip bound decided.
+        dual_clipped: 1 where the dual clip did.
+        ratio_clamped: 1 where the token's log-ratio lay outside ±20.
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    approx_kl: Tensor
+    clipped: Tensor
+    dual_clipped: Tensor
+    ratio_clamped: Tensor
+
+
+def policy_terms(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    surrogate: Surrogate = "clip",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    mean_log_ratio: Tensor | None = None,
+) -> PolicyTerms:
+    """The policy term of each token; all tensors [T]. See the module's formulas.
+
+    Args:
+        log_probs: logp, with gradient.
+        old_log_probs: old_logp.
+        advantages: A.
+        surrogate: Which formula.
+        clip_low: ε_low.
+        clip_high: ε_high.
+        dual_clip: c, or None.
+        mean_log_ratio: δ̄ (`gspo`) or δ̄' (`gmpo`) at each token, without gradient.
+    """
+    raw = log_probs - old_log_probs
+    token = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # log_ratio − sg(log_ratio) is 0 with the gradient of the token's own log-ratio.
+    log_ratio, clipped = token, torch.zeros_like(raw, requires_grad=False)
+    if surrogate in SEQUENCE_SURROGATES:
+        assert mean_log_ratio is not None, "sequence surrogates need the mean of each sample"
+        own = raw
+        if surrogate == "gmpo":
+            own = bounded_log_ratio(raw, advantages, clip_low, clip_high)
+            clipped = (own != raw).to(raw.dtype)
+        log_ratio = _sequence_log_ratio(own, mean_log_ratio.to(raw.dtype))
+    ratio = log_ratio.exp()
+    dual_clipped = torch.zeros_like(clipped)
+    if surrogate in ("clip", "gspo"):
+        loss, clipped, dual_clipped = _clipped_surrogate(
+            ratio, advantages, clip_low, clip_high, dual_clip
+        )
+    elif surrogate == "cispo":
+        weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
+        clipped = (weight != ratio.detach()).to(raw.dtype)
+        loss = -weight * advantages * log_probs
+    elif surrogate == "gmpo":
+        loss = -advantages * ratio
+    else:
+        loss = -advantages * log_probs
+    delta = token.detach()
+    return PolicyTerms(
+        loss=loss,
+        ratio=ratio.detach(),
+        approx_kl=delta.exp() - 1.0 - delta,
+        clipped=clipped,
+        dual_clipped=dual_clipped,
+        ratio_clamped=(raw.detach().abs() > MAX_LOG_RATIO).to(raw.dtype),
+    )
+
+
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x of `clip`, and 1 where the clip and where the dual clip decided."""
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    loss = torch.maximum(plain, bounded)
+    clipped = (bounded > plain).to(loss.dtype)
+    if dual_clip is None:
+        return loss, clipped, torch.zeros_like(clipped)
+    bound = -dual_clip * advantages
+    over = (advantages < 0) & (loss > bound)
+    return torch.where(over, bound, loss), clipped, over.to(loss.dtype)
+
+
+def bounded_log_ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """δ' of `gmpo`: the harmful side of each token's log-ratio is bounded, in log space."""
+    above = (advantages > 0) & (log_ratio > high)
+    below = (advantages < 0) & (log_ratio < -low)
+    return torch.where(above, high, torch.where(below, -low, log_ratio))
+
+
+def _sequence_log_ratio(own: Tensor, mean: Tensor) -> Tensor:
+    """sg(mean) + own − sg(own): the value of the mean, the gradient of the token's own."""
+    clamped = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # A clamped ratio has no gradient, and neither has an infinite log-ratio (inf − inf is NaN).
+    flows = (clamped == mean) & own.isfinite()
+    finite = torch.where(flows, own, 0.0)
+    return clamped + finite - finite.detach()
 
 
 def policy(
     output: Tensor,
     microbatch: MicroBatch,
     *,
-    temperature: float = 1.0,
-    report_entropy: bool = False,
     tp_group: dist.ProcessGroup | None = None,
+    cp_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss on the columns `log_probs` (before the update) and `advantages`.
+    """Policy loss on the columns `advantages`, `log_probs` and what else the options ask for.
 
     Args:
         output: Logits or token losses, see `token_log_probs`.
-        microbatch: Gives the columns; `ref_log_probs` too with `kl`, `rollout_log_probs` with
-            `tis`.
-        temperature: Temperature the responses were sampled at.
-        report_entropy: Report the entropy also without an entropy bonus; needs logits.
+        microbatch: Gives the columns.
         tp_group: Tensor-parallel group of vocabulary-parallel logits.
-        options: Fields of `PolicyOptions`: clip bounds, objective, KL, entropy bonus, importance
-            sampling; default: PPO with ε = 0.2.
+        cp_group: Context-parallel group; needed under CP by what is decided per sequence.
+        **options: Fields of `PolicyOptions`.
 
     Returns:
         l = Σ w·x, 0-d float64, and local weighted sums (detached) of "loss", "pg_loss",
-        "clip_fraction", "dual_clip_fraction", "approx_kl", "ratio", "ratio_clamped", and "kl",
-        "entropy", "tis", "tis_clipped" where the options have them. Which keys there are depends
-        on the options alone, never on the data.
+        "clip_fraction", "dual_clip_fraction", "approx_kl", "ratio", "ratio_clamped" and, as the
+        options ask for them, "kl", "entropy", "importance_weight", "importance_fraction",
+        "off_policy_fraction".
 
     Raises:
-        ValueError: An option out of range, a column that the samples do not have, or an entropy
-            without logits.
+        ValueError: See `PolicyOptions`; a column that the samples do not have; a missing group.
     """
     chosen = PolicyOptions(**options)
-    entropy_mode: EntropyMode = "grad" if chosen.entropy_coef else "none"
-    if report_entropy and not chosen.entropy_coef:
-        entropy_mode = "metric"
     log_probs, entropy = token_log_probs(
-        output, microbatch, temperature=temperature, entropy=entropy_mode, tp_group=tp_group
+        output,
+        microbatch,
+        temperature=chosen.temperature,
+        entropy=chosen.entropy_mode,
+        tp_group=tp_group,
     )
-    sums = policy_loss_sums(
-        log_probs,
-        microbatch.column("log_probs"),
-        microbatch.column("advantages"),
-        microbatch.token_weights,
-        chosen,
-        ref_logp=microbatch.column("ref_log_probs") if chosen.kl else None,
-        rollout_logp=microbatch.column("rollout_log_probs") if chosen.tis else None,
-        entropy=entropy,
+    # Selected before any arithmetic: 0·NaN in a backward pass would be NaN again.
+    keep = microbatch.token_weights != 0
+
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    log_probs = torch.where(keep, log_probs, 0.0).to(dtype)
+
+    def column(name: str) -> Tensor:
+        return torch.where(keep, microbatch.column(name), 0.0).to(dtype)
+
+    if chosen.old_log_probs == "current":
+        old = log_probs.detach()
+    else:
+        old = column("log_probs" if chosen.old_log_probs == "column" else "rollout_log_probs")
+    rollout = None if chosen.importance is None else column("rollout_log_probs")
+    token_loss, metrics = _policy_term(
+        chosen, log_probs, old, rollout, column("advantages"), microbatch, cp_group
     )
+    if chosen.kl is not None:
+        # With coefficient 0 the graph must not see the KL: 0·inf would be NaN.
+        policy_side = log_probs if chosen.kl_coef else log_probs.detach()
+        token_kl = kl_to_reference(policy_side, column("ref_log_probs"), chosen.kl)
+        metrics["kl"] = token_kl.detach()
+        if chosen.kl_coef:
+            token_loss = token_loss + chosen.kl_coef * token_kl
+    if entropy is not None:
+        entropy = torch.where(keep, entropy, 0.0)
+        metrics["entropy"] = entropy.detach()
+        if chosen.entropy_coef:
+            token_loss = token_loss - chosen.entropy_coef * entropy
+    sums = microbatch.sums({"loss": token_loss, **metrics})
     return sums["loss"], {name: value.detach() for name, value in sums.items()}
+
+
+def _policy_term(
+    chosen: PolicyOptions,
+    log_probs: Tensor,
+    old: Tensor,
+    rollout: Tensor | None,
+    advantages: Tensor,
+    microbatch: MicroBatch,
+    cp_group: dist.ProcessGroup | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """ρ̂·o·x of each token, and the metrics that belong to it."""
+    log_ratio = (log_probs - old).detach()
+    wanted = {}
+    if chosen.surrogate == "gmpo":
+        wanted["ratio"] = bounded_log_ratio(
+            log_ratio, advantages, chosen.clip_low, chosen.clip_high
+        )
+    elif chosen.surrogate == "gspo":
+        wanted["ratio"] = log_ratio
+    if chosen.off_policy_threshold is not None:
+        wanted["distance"] = log_ratio
+    means = sequence_means(wanted, microbatch, cp_group) if wanted else {}
+    terms = policy_terms(
+        log_probs,
+        old,
+        advantages,
+        surrogate=chosen.surrogate,
+        clip_low=chosen.clip_low,
+        clip_high=chosen.clip_high,
+        dual_clip=chosen.dual_clip,
+        mean_log_ratio=means.get("ratio"),
+    )
+    loss = terms.loss
+    metrics = {
+        "clip_fraction": terms.clipped,
+        "dual_clip_fraction": terms.dual_clipped,
+        "approx_kl": terms.approx_kl,
+        "ratio": terms.ratio,
+        "ratio_clamped": terms.ratio_clamped,
+    }
+    if chosen.importance is not None and rollout is not None:
+        weight, bounded = importance_weights(
+            old, rollout, chosen.importance, chosen.importance_bounds
+        )
+        loss = loss * weight
+        metrics |= {"importance_weight": weight, "importance_fraction": bounded}
+    if chosen.off_policy_threshold is not None:
+        masked = off_policy_mask(means["distance"], advantages, chosen.off_policy_threshold)
+        loss = torch.where(masked != 0, 0.0, loss)
+        metrics["off_policy_fraction"] = masked
+    return loss, {"pg_loss": loss.detach(), **metrics}
