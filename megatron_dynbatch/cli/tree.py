@@ -61,13 +61,18 @@ class Tree:
 
     Args:
         root: Folder that has ``megatron`` in it.
+        sites: What to look for.
+        seams: What to look for; those of other versions than the tree's are left out.
 
     Raises:
         ValueError: It is no such folder.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self, root: Path, sites: Sequence[Site] = SITES, seams: Sequence[Seam] = SEAMS
+    ) -> None:
         self.root = root
+        self.sites = sites
         self._modules: dict[str, Module] = {}
         info = root / "megatron" / "core" / "package_info.py"
         if not info.is_file():
@@ -77,6 +82,7 @@ class Tree:
             )
         numbers = _assigned(ast.parse(info.read_text(encoding="utf-8")))
         self.version = tuple(int(str(numbers[name])) for name in ("MAJOR", "MINOR", "PATCH"))
+        self.seams = [seam for seam in seams if self.version[:2] >= seam.since]
         self.label = ".".join(map(str, self.version)) + str(numbers.get("PRE_RELEASE", ""))
 
     def module(self, name: str) -> Module:
@@ -95,14 +101,10 @@ class Tree:
                 self._modules[name] = Module(name, file, stream.read())
         return self._modules[name]
 
-    def seams(self) -> tuple[Seam, ...]:
-        """The seams that this version should have."""
-        return tuple(seam for seam in SEAMS if self.version[:2] >= seam.since)
-
-    def find_sites(self, sites: Sequence[Site] = SITES) -> list[TreeSite]:
+    def find_sites(self) -> list[TreeSite]:
         """Every site with the expressions that were found."""
         found = []
-        for (module, function), group in site_groups(sites).items():
+        for (module, function), group in site_groups(self.sites).items():
             try:
                 source = self.module(module)
                 definition = source.function(function)
@@ -121,7 +123,7 @@ class Tree:
     def find_seams(self) -> list[TreeSeam]:
         """Every seam with the statement that binds its name."""
         found = []
-        for seam in self.seams():
+        for seam in self.seams:
             try:
                 source = self.module(seam.module)
                 found.append(TreeSeam(seam, source, binding(source, seam.attribute), None))
