@@ -11,10 +11,11 @@ directly; the plugin's flags are Megatron's and stand among the script's argumen
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 USAGE = """\
@@ -98,26 +99,35 @@ def prepare(cpu: bool) -> None:
     hooks.install()
 
 
-def run_target(launch: Launch) -> None:
-    """Run the script or module as `__main__` in this process.
-
-    `sys.argv` and `sys.path` are put back afterwards, for callers that go on.
+@contextlib.contextmanager
+def seen_by_target(launch: Launch) -> Iterator[None]:
+    """Set `sys.argv` and `sys.path` as a direct start would; put them back afterwards.
 
     Args:
-        launch: What to run.
+        launch: What is going to run.
     """
     argv, path = list(sys.argv), list(sys.path)
     try:
         sys.argv[:] = [launch.target, *launch.arguments]
+        # python -m put the working directory there; a script finds its own folder.
+        if not launch.is_module and not sys.flags.safe_path:
+            sys.path[0] = os.path.dirname(os.path.realpath(launch.target))
+        yield
+    finally:
+        sys.argv[:], sys.path[:] = argv, path
+
+
+def run_target(launch: Launch) -> None:
+    """Run the script or module as `__main__` in this process.
+
+    Args:
+        launch: What to run.
+    """
+    with seen_by_target(launch):
         if launch.is_module:
             runpy.run_module(launch.target, run_name="__main__", alter_sys=True)
         else:
-            # python -m put the working directory there; a script finds its own folder.
-            if not sys.flags.safe_path:
-                sys.path[0] = os.path.dirname(os.path.realpath(launch.target))
             runpy.run_path(launch.target, run_name="__main__")
-    finally:
-        sys.argv[:], sys.path[:] = argv, path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,8 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launch is None:
         print(USAGE, end="")
         return 0
-    prepare(launch.cpu)
-    run_target(launch)
+    # A script inside a Megatron checkout must find that Megatron, and so must the hooks.
+    with seen_by_target(launch):
+        prepare(launch.cpu)
+        run_target(launch)
     return 0
 
 

@@ -105,6 +105,10 @@ class _Rank:
         theirs.close()
 
     def end(self) -> None:
+        """End the rank and whatever processes it has started."""
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
@@ -186,6 +190,7 @@ def _rank_main(
     process_group: bool,
 ) -> None:
     """The life of a rank: set up, call, answer, leave without waiting for anything."""
+    os.setpgid(0, 0)
     log = open(f"{folder}/rank{rank}.log", "w", buffering=1)  # noqa: SIM115
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)

@@ -142,7 +142,7 @@ def _memory() -> None:
     _replace_all(torch.cuda.memory, values)
     # Newer than the oldest torch we support, and only logged.
     if hasattr(torch.cuda, "device_memory_used"):
-        torch.cuda.device_memory_used = always(0)
+        swap(torch.cuda, "device_memory_used", always(0))
 
 
 def _typed_tensors() -> None:
@@ -161,9 +161,11 @@ def _accelerator() -> None:
         {
             "is_available": always(False),
             "current_accelerator": always(None),
-            "current_device_index": always(0),
         },
     )
+    # Named current_device_idx in torch 2.6.
+    if hasattr(torch.accelerator, "current_device_index"):
+        swap(torch.accelerator, "current_device_index", always(0))
     # Asks the accelerator for its stream on every optimizer step; absent before torch 2.9.
     check = "_accelerator_graph_capture_health_check"
     if hasattr(torch.optim.Optimizer, check):

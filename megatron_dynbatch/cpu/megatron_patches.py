@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
+import warnings
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ CPU_DEFAULTS: dict[str, Any] = {
 
 def install_megatron_patches() -> None:
     """Apply all of them; imports megatron.core and megatron.training."""
-    _prebuilt_dataset_helpers()
+    _dataset_helpers()
     _no_jit_warmup()
     _packed_attention()
     _partitioned_indices()
@@ -38,19 +40,31 @@ def install_megatron_patches() -> None:
     _cpu_defaults()
 
 
-def _prebuilt_dataset_helpers() -> None:
-    """Skip the build of the dataset index helpers where the wheel brings them.
+def _dataset_helpers() -> None:
+    """Do not end the process when the dataset index helpers cannot be built.
 
-    Megatron runs `make` in its package folder at start-up; wheels have no Makefile there and the
-    process exits with code 1.
+    Megatron runs `make` in its package folder at start-up. Wheels bring the helpers built but no
+    Makefile, a checkout needs a compiler and pybind11; in both cases a failed build is exit code 1,
+    though data that is not read from indexed files never calls the helpers.
     """
     from megatron.core.datasets import utils
 
-    try:
-        from megatron.core.datasets import helpers_cpp  # noqa: F401
-    except ImportError:
-        return
-    swap(utils, "compile_helpers", nothing())
+    build = utils.compile_helpers
+
+    @functools.wraps(build)
+    def build_if_needed() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+            return
+        try:
+            build()
+        except SystemExit:
+            warnings.warn(
+                "Megatron's dataset index helpers could not be built (they need a C++ compiler "
+                "and pybind11): data sets that read indexed files will not work",
+                stacklevel=2,
+            )
+
+    swap(utils, "compile_helpers", build_if_needed)
 
 
 def _no_jit_warmup() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dynbatch import run
 from megatron_dynbatch.run import Launch, main, parse_launch, run_target
 from tests.cpu.training import SCRIPT, TINY
 from tests.pool import ROOT
@@ -97,3 +98,14 @@ def test_the_command_trains_a_script_that_knows_nothing_of_us() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "iteration        3/       3 | consumed samples:           12" in done.stdout
+
+
+def test_hooks_find_the_megatron_beside_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").write_text("")
+    seen: list[tuple[bool, str, list[str]]] = []
+    monkeypatch.setattr(run, "prepare", lambda cpu: seen.append((cpu, sys.path[0], sys.argv[:])))
+    script = str(tmp_path / "script.py")
+    assert main(["--cpu", script, "--lr", "1"]) == 0
+    assert seen == [(True, str(tmp_path), [script, "--lr", "1"])]
