@@ -20,7 +20,7 @@ def deviations(
     Args:
         observed: What each rank saw.
         reference: The reference's steps.
-        tensors: Whether gradients and parameters are compared too.
+        tensors: Whether gradients (where ranks have whole ones) and parameters are compared too.
 
     Returns:
         Quantity → deviation. Losses, norms and rates relative to the reference's value, tensors
@@ -36,19 +36,37 @@ def deviations(
         shared = [{k: row[k] for k in ("iteration", "consumed")} for row in one.rows]
         expected = [{k: row[k] for k in ("iteration", "consumed")} for row in last]
         assert shared == expected, f"rank {rank} counts {shared}, the last rank {expected}"
-    found = dict.fromkeys(("loss", "grad norm", "learning rate", "consumed"), 0.0)
+    found = dict.fromkeys(("loss", "grad norm", "learning rate", "weight decay", "consumed"), 0.0)
+    rates, decays = observed[-1].learning_rates, observed[-1].weight_decays
+    for before, step in enumerate(reference[:-1]):
+        _raise_to(found, "learning rate", _relative(rates[before + 1], step.learning_rate))
+        _raise_to(found, "weight decay", _relative(decays[before + 1], step.weight_decay))
     for row, step in zip(last, reference, strict=True):
         _raise_to(found, "loss", _relative(row[LOSS_NAME], step.loss))
         _raise_to(found, "grad norm", _relative(row["grad_norm"], step.grad_norm))
         _raise_to(found, "learning rate", _relative(row["learning_rate"], step.learning_rate))
         _raise_to(found, "consumed", abs(row["consumed"] - step.consumed))
-    if tensors:
-        for number, step in enumerate(reference):
-            gradients = assemble([one.gradients[number] for one in observed])
-            parameters = assemble([one.parameters[number] for one in observed])
-            _raise_to(found, "gradients", tensor_deviation(gradients, step.gradients))
-            _raise_to(found, "parameters", tensor_deviation(parameters, step.parameters))
+    for quantity in ("gradients", "parameters") if tensors else ():
+        found |= _tensor_deviations(quantity, observed, reference)
     return found
+
+
+def _tensor_deviations(
+    quantity: str, observed: Sequence[Observed], reference: Sequence[ReferenceStep]
+) -> dict[str, float]:
+    """The largest deviation of gradients or parameters; nothing where no rank has whole ones."""
+    if not getattr(observed[0], quantity):
+        return {}
+    whole = [
+        assemble([getattr(one, quantity)[number] for one in observed])
+        for number in range(len(reference))
+    ]
+    return {
+        quantity: max(
+            tensor_deviation(ours, getattr(step, quantity))
+            for ours, step in zip(whole, reference, strict=True)
+        )
+    }
 
 
 def tensor_deviation(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:

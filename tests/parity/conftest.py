@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.parity.reference import Recipe, ReferenceStep, train
-from tests.parity.rollouts import make_steps, write_batches
+from tests.parity.rollouts import SHORT_SIZES, make_steps, write_batches
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +18,20 @@ def rollout_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rollouts") / "directory"
     write_batches(path, make_steps())
     return path
+
+
+@pytest.fixture(scope="session")
+def short_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps; the second has one sample, fewer than there are ranks."""
+    path = tmp_path_factory.mktemp("short") / "directory"
+    write_batches(path, make_steps(SHORT_SIZES))
+    return path
+
+
+@pytest.fixture(scope="session")
+def short_reference() -> Callable[[Recipe], list[ReferenceStep]]:
+    """What the independent loop does with the three steps."""
+    return functools.cache(lambda recipe: train(make_steps(SHORT_SIZES), recipe))
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from tests.parity.reference import Recipe
 from tests.pool import ROOT, run_ranks
 
 STOCK_SCRIPT = ROOT / "examples" / "pretrain_gpt_sft.py"
-FLOAT64_SCRIPT = Path(__file__).parent / "float64_script.py"
+OWN_SCRIPT = Path(__file__).parent / "own_script.py"
 
 
 NOTES: list[Any] = []
@@ -100,8 +100,10 @@ class Observed:
             reported losses where this rank has them (last pipeline stage).
         learning_rates: Used by each optimizer step.
         weight_decays: Used by each optimizer step, on matrices.
-        gradients: For each optimizer step, global name → gradient before clipping.
-        parameters: For each optimizer step, global name → value after it.
+        gradients: For each optimizer step, global name → gradient before clipping; empty with the
+            distributed optimizer.
+        parameters: For each optimizer step, global name → value after it; empty where they are
+            gathered later.
         notes: The rank's NOTES.
     """
 
@@ -193,12 +195,18 @@ def _observe_optimizer(observed: Observed, model: Sequence[Any], optimizer: Any)
         matrices = max(optimizer.param_groups, key=lambda group: group["weight_decay"])
         observed.learning_rates.append(float(matrices["lr"]))
         observed.weight_decays.append(float(matrices["weight_decay"]))
-        observed.gradients.append(shards_of(model, lambda parameter: parameter.main_grad))
+        if not _is_distributed(optimizer):  # there no rank has whole gradients
+            observed.gradients.append(shards_of(model, lambda parameter: parameter.main_grad))
         result = step(*args, **kwargs)
-        observed.parameters.append(shards_of(model))
+        if not optimizer.config.overlap_param_gather:  # else gathered by the next forward pass
+            observed.parameters.append(shards_of(model))
         return result
 
     optimizer.step = observed_step
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    return bool(optimizer.config.use_distributed_optimizer)
 
 
 def set_parameters(model: Sequence[Any], values: Mapping[str, Tensor]) -> None:

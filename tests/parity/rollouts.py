@@ -12,6 +12,9 @@ from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 STEP_SIZES = (8, 5, 12, 3, 9, 8)
 """Rollouts of each step; 45 in all."""
 
+SHORT_SIZES = (8, 1, 12)
+"""Fewer steps, one of them with a single sample."""
+
 CAPACITY = 64
 """Tokens that a micro-batch holds at most, per GPU; every sample fits."""
 
@@ -90,12 +93,12 @@ def to_sample(example: Example) -> Sample:
     )
 
 
-def batch_flags(path: Path) -> dict[str, object]:
+def batch_flags(path: Path, sizes: Sequence[int] = STEP_SIZES) -> dict[str, object]:
     """The plugin's options when each batch of the directory is one step."""
     return {
         "dynamic-global-batch": True,
         "rollout-path": path,
         "rollouts-per-step": "batch",
         "max-tokens-per-gpu": CAPACITY,
-        "train-samples": sum(STEP_SIZES),
+        "train-samples": sum(sizes),
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.parity.compare import deviations
-from tests.parity.job import FLOAT64_SCRIPT, Cell, run_cell
+from tests.parity.job import OWN_SCRIPT, Cell, run_cell
 from tests.parity.layouts import FAST, REST, Layout
 from tests.parity.reference import Recipe, ReferenceStep
 from tests.parity.rollouts import batch_flags
@@ -61,7 +61,7 @@ def test_float64_gradients_equal_those_of_the_independent_loop(
         "micro-batch-width": "variable",
         **layout.flags(),
     }
-    cell = Cell(layout.ranks, flags, recipe, script=FLOAT64_SCRIPT)
+    cell = Cell(layout.ranks, flags, recipe, script=OWN_SCRIPT)
     found = deviations(run_cell(cell), reference(recipe))
     assert found["gradients"] < 1e-9
     assert found["parameters"] < 1e-9

@@ -1,8 +1,9 @@
-"""A pretrain script of one's own whose weights and arithmetic are float64.
+"""A pretrain script of one's own, in the precision and with the loss head asked for.
 
-Rounding then hides no error larger than 1e-12. `--loss-head` says how token losses are made:
-`logits` in float64 by the package; `megatron` by Megatron's vocabulary cross entropy, which
-computes in float32; `stock` the same, summed by a stock loss function that knows no plugin.
+In `--precision float64` rounding hides no error larger than 1e-12. `--loss-head` says how token
+losses are made: `logits` by the package in the logits' precision; `megatron` by Megatron's
+vocabulary cross entropy, which computes in float32, summed by a loss function that returns a
+2-tuple; `stock` the same with the 3-tuple of the stock script. The last two know no plugin.
 """
 
 import argparse
@@ -22,14 +23,20 @@ from megatron_dynbatch.losses import sft
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """This script's own option."""
+    """This script's own options."""
     parser.add_argument("--loss-head", choices=("logits", "megatron", "stock"), default="logits")
+    parser.add_argument("--precision", choices=("float32", "float64"), default="float64")
     return parser
 
 
 def build_model(*positional: Any, **named: Any) -> torch.nn.Module:
-    """This stage's part of the model, norms too in float64."""
-    return model_provider(*positional, **named).double()
+    """This stage's part of the model, norms too in the precision asked for."""
+    return model_provider(*positional, **named).to(get_args().params_dtype)
+
+
+def sum_of_losses(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss function that returns a 2-tuple."""
+    return output.sum(), {"lm loss": output.detach().sum()}
 
 
 def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -43,6 +50,8 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
         labels=None if head == "logits" else batch.labels,
         packed_seq_params=batch.packed_seq_params(),
     )
+    if head == "megatron":
+        return output, sum_of_losses
     if head == "stock":
         return output, partial(loss_func, batch.loss_mask)
     return output, partial(sft, tp_group=mpu.get_tensor_model_parallel_group())
@@ -53,7 +62,7 @@ def main() -> None:
     args = parse_and_validate_args(
         extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "NullTokenizer"}
     )
-    args.params_dtype = torch.float64
+    args.params_dtype = getattr(torch, args.precision)
     pretrain(
         cfg_container=pretrain_cfg_container_from_args(args),
         train_valid_test_dataset_provider=datasets_provider,
