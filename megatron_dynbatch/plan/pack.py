@@ -13,6 +13,7 @@ from megatron_dynbatch.plan.bounds import makespan_bound, martello_toth_bound
 from megatron_dynbatch.plan.cost import integer_costs
 from megatron_dynbatch.plan.decreasing import best_fit_decreasing, first_fit_two_caps
 from megatron_dynbatch.plan.exact_fit import exact_fit
+from megatron_dynbatch.plan.exhaustive import MOST_SAMPLES, search_packing
 from megatron_dynbatch.plan.layout import ParallelLayout
 from megatron_dynbatch.plan.level_fill import Items, fill_rows
 from megatron_dynbatch.plan.options import PlanOptions
@@ -136,6 +137,8 @@ def _tight_bins(items: Items, num_bins: int) -> list[list[int]]:
     bins = best_fit_decreasing(items.sizes, items.capacity)
     if len(bins) > num_bins:
         bins = min(exact_fit(items.sizes, items.capacity, num_bins), bins, key=len)
+    if len(bins) > num_bins and items.sizes.size <= MOST_SAMPLES:
+        bins = search_packing(items.sizes, items.capacity, num_bins) or bins
     return bins
 
 
