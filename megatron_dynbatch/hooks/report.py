@@ -1,16 +1,25 @@
 """Megatron's own log lines show the step's rollouts; the step report is written beside them.
 
-Seam: the batch size that `training_log` computes. It is evaluated on every rank, once per step.
+Seam: the batch size that `training_log` computes. It is evaluated on every rank, once per step,
+after the losses were reduced. Reports go to the JSONL of ``--step-report`` and to Megatron's own
+TensorBoard and W&B writers, as ``train/…`` over the optimizer iteration.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_dynbatch.hooks.session import Session, session
+from megatron_dynbatch.plan.summary import StepSummary, summarize
 from megatron_dynbatch.report import StepReport, StepReportWriter
 from megatron_dynbatch.steps import Step
+
+# (run, end of its last step): a new run in the same process has no step before its first.
+_last_end: tuple[int, float] | None = None
+# (run, batch, figures of its steps)
+_summaries: tuple[int, int, list[StepSummary]] | None = None
 
 
 def logged_batch_size(stock: int, frame: Mapping[str, Any]) -> int:
@@ -18,18 +27,43 @@ def logged_batch_size(stock: int, frame: Mapping[str, Any]) -> int:
     run = session()
     if run is None or run.step is None:
         return stock
-    if run.args.step_report and _is_last_rank():
-        if run.writer is None:
-            run.writer = StepReportWriter(run.args.step_report)
-        run.writer.write(step_report(run, run.step, frame))
+    # Megatron's writers live on the last rank, which also holds the reduced loss.
+    if _is_last_rank() and (run.args.step_report or _writes_now(run, frame)):
+        report = step_report(run, run.step, frame)
+        if run.args.step_report:
+            if run.writer is None:
+                run.writer = StepReportWriter(run.args.step_report)
+            run.writer.write(report)
+        if _writes_now(run, frame):
+            write_scalars(report, frame.get("writer"), frame.get("wandb_writer"))
     return run.step.step_global_batch_size
 
 
 def _is_last_rank() -> bool:
     import torch.distributed as dist
 
-    # The last rank holds the reduced loss, and prints Megatron's log line.
     return dist.get_rank() == dist.get_world_size() - 1
+
+
+def _writes_now(run: Session, frame: Mapping[str, Any]) -> bool:
+    # Megatron writes to W&B only where it has a TensorBoard writer, and only at this interval.
+    interval = getattr(run.args, "tensorboard_log_interval", 1)
+    return bool(frame.get("writer")) and frame["iteration"] % interval == 0
+
+
+def write_scalars(report: StepReport, writer: Any, wandb_writer: Any) -> None:
+    """Every number of a report to Megatron's writers.
+
+    Args:
+        report: The step's.
+        writer: TensorBoard's `SummaryWriter`.
+        wandb_writer: The `wandb` module, or None.
+    """
+    scalars = report.scalars()
+    for name, value in scalars.items():
+        writer.add_scalar(name, value, report.iteration)
+    if wandb_writer:
+        wandb_writer.log(scalars, report.iteration)
 
 
 def step_report(run: Session, step: Step, frame: Mapping[str, Any]) -> StepReport:
@@ -38,6 +72,7 @@ def step_report(run: Session, step: Step, frame: Mapping[str, Any]) -> StepRepor
     capacity = run.options.capacity(run.layout)
     assert capacity is not None, "training always has a token cap"
     grad_norm, learning_rate = frame["grad_norm"], frame["learning_rate"]
+    summary = _summary(run, step)
     return StepReport(
         iteration=frame["iteration"],
         batch_id=step.batch_id,
@@ -55,4 +90,25 @@ def step_report(run: Session, step: Step, frame: Mapping[str, Any]) -> StepRepor
         loss_scale=float(frame["loss_scale"]),
         skipped=bool(frame["skipped_iter"]),
         metrics={name: float(value) for name, value in frame["loss_dict"].items()},
+        num_oversize=summary.num_oversize,
+        balance=summary.balance,
+        lockstep=summary.lockstep,
+        predicted_time=summary.seconds,
+        step_time=_seconds_since_last(run),
     )
+
+
+def _summary(run: Session, step: Step) -> StepSummary:
+    """Figures of the step's plan, made once per batch."""
+    global _summaries
+    if _summaries is None or _summaries[:2] != (run.number, step.batch_id):
+        _summaries = (run.number, step.batch_id, summarize(step.plan))
+    return _summaries[2][step.step_index]
+
+
+def _seconds_since_last(run: Session) -> float | None:
+    global _last_end
+    before, _last_end = _last_end, (run.number, time.monotonic())
+    if before is None or before[0] != run.number:
+        return None
+    return _last_end[1] - before[1]

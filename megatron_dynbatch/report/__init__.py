@@ -1,5 +1,27 @@
-"""What a step reports, and where it is written."""
+"""What is measured: typed metrics, how they add up, what a step reports, where it is written."""
 
+from megatron_dynbatch.report.metric import Metric, merge
+from megatron_dynbatch.report.over_ranks import reduce_over_ranks
+from megatron_dynbatch.report.rollout_report import rollout_report, token_metrics
 from megatron_dynbatch.report.step_report import StepReport, StepReportWriter, read_step_reports
+from megatron_dynbatch.report.trainer_names import (
+    gather_and_reduce_log_dict,
+    gather_log_data,
+    reduce_train_step_metrics,
+    rollout_log_metric_contribution,
+)
 
-__all__ = ["StepReport", "StepReportWriter", "read_step_reports"]
+__all__ = [
+    "Metric",
+    "StepReport",
+    "StepReportWriter",
+    "gather_and_reduce_log_dict",
+    "gather_log_data",
+    "merge",
+    "read_step_reports",
+    "reduce_over_ranks",
+    "reduce_train_step_metrics",
+    "rollout_log_metric_contribution",
+    "rollout_report",
+    "token_metrics",
+]

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_dynbatch.report.catalogue import STEP
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -30,6 +32,12 @@ class StepReport:
         loss_scale: Of fp16 training, else 1.
         skipped: The optimizer did not step (fp16 overflow).
         metrics: Name → value of everything that the loss function reported.
+        num_oversize: Samples longer than a micro-batch may be.
+        balance: Most loaded data-parallel rank over the bound that no placement beats.
+        lockstep: What a collective per micro-batch across ranks pays; 1 is ideal.
+        predicted_time: Step time by the plan's cost model, in its unit (seconds if it was measured,
+            see `megatron-dynbatch fit-cost`).
+        step_time: Seconds between the end of the step before and of this one; None for the first.
     """
 
     iteration: int
@@ -48,6 +56,17 @@ class StepReport:
     loss_scale: float
     skipped: bool
     metrics: dict[str, float]
+    num_oversize: int = 0
+    balance: float | None = None
+    lockstep: float | None = None
+    predicted_time: float | None = None
+    step_time: float | None = None
+
+    def scalars(self) -> dict[str, float]:
+        """`train/…` → value of every number of `catalogue.STEP`, and what the loss reported."""
+        named = {f"train/{name}": getattr(self, name) for name in STEP}
+        named |= {f"train/{name}": value for name, value in self.metrics.items()}
+        return {name: float(value) for name, value in named.items() if value is not None}
 
 
 class StepReportWriter:
