@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_dynbatch.reduce import loader
 from megatron_dynbatch.reduce.loader import Argument
+from megatron_dynbatch.reduce.policy_reference import METRICS
 
 TILE = 4 * loader.BLOCK  # tokens that one block sums: kTile of csrc/common.cuh
 
@@ -48,6 +49,9 @@ def supports(name: str, arguments: tuple[Any, ...]) -> bool:
     first = arguments[0]
     if name in ("weighted_sums_backward", "segment_sums_backward"):
         known = arguments[-1] in DTYPES
+    elif name == "policy_loss":
+        tensors = [a for a in arguments if isinstance(a, Tensor) and a is not arguments[3]]
+        known = all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
     else:
         known = name == "token_weights" or first.dtype in DTYPES
     return known and first.numel() < 2**31 and status(first.device).active
@@ -187,3 +191,28 @@ def token_weights(
         [masks, denoms, pieces, pieces.shape[1], denoms.shape[0], num_tokens, w],
     )
     return w
+
+
+def policy_loss(
+    logp: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    w: Tensor,
+    ref: Tensor | None,
+    rollout: Tensor | None,
+    entropy: Tensor | None,
+    *scalars: float,
+) -> tuple[Tensor, Tensor]:
+    """See `policy_reference.policy_loss`; all per-token tensors but w are float32."""
+    num_tokens = logp.shape[0]
+    sums = w.new_empty(len(METRICS))
+    slope = torch.empty_like(logp)
+    grid = (num_tokens // TILE + 1, 1)
+    tiles = w.new_empty(grid[0], len(METRICS))
+    tensors: list[Argument] = [logp, old, advantages, w, ref, rollout, entropy]
+    launch(
+        "policy_loss",
+        grid,
+        [*tensors, *scalars, num_tokens, slope, tiles, _arrival_counters(w.device, 1), sums],
+    )
+    return sums, slope

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dynbatch.reduce import kernels, reference
+from megatron_dynbatch.reduce import kernels, policy_reference, reference
 from megatron_dynbatch.reduce.exact import combine, to_limbs
 
 LIBRARY = torch.library.Library("megatron_dynbatch", "DEF")
@@ -28,6 +28,10 @@ SCHEMAS = (
     "exact_sums(Tensor x, Tensor w) -> Tensor",
     "exact_segment_sums(Tensor x, Tensor w, Tensor pieces, Tensor? samples, SymInt num_samples)"
     " -> (Tensor, Tensor)",
+    "policy_loss(Tensor logp, Tensor old, Tensor advantages, Tensor w, Tensor? ref, "
+    "Tensor? rollout, Tensor? entropy, int surrogate, float clip_low, float clip_high, "
+    "float dual_clip, int kl, float kl_coef, float entropy_coef, int importance, float low, "
+    "float high) -> (Tensor, Tensor)",
 )
 for _schema in SCHEMAS:
     LIBRARY.define(_schema)
@@ -88,6 +92,7 @@ _TORCH: dict[str, Callable[..., Any]] = {
     "segment_sums_backward": _segment_sums_backward,
     "exact_sums": _exact_sums,
     "exact_segment_sums": _exact_segment_sums,
+    "policy_loss": policy_reference.policy_loss,
 }
 
 
@@ -166,6 +171,14 @@ def _(
     )
 
 
+@_fake("policy_loss")
+def _(
+    logp: Tensor, old: Tensor, advantages: Tensor, w: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(logp.dtype, torch.float32)
+    return w.new_empty(len(policy_reference.METRICS)), torch.empty_like(logp, dtype=dtype)
+
+
 OPS = torch.ops.megatron_dynbatch
 
 
@@ -202,5 +215,32 @@ class _SegmentSums(torch.autograd.Function):
         return dx, None, None, None, None
 
 
+class _PolicyLoss(torch.autograd.Function):
+    """Only sums[0], the loss, has a gradient: in logp, and in entropy if that has a coefficient."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        logp, w, entropy, entropy_coef = arguments[0], arguments[3], arguments[6], arguments[13]
+        with torch._C._AutoDispatchBelowAutograd():
+            sums, slope = OPS.policy_loss.default(*arguments)
+        ctx.save_for_backward(w, slope)
+        ctx.dtypes = logp.dtype, None if entropy is None else entropy.dtype
+        ctx.entropy_coef = entropy_coef
+        ctx.mark_non_differentiable(slope)
+        return sums, slope
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        w, slope = ctx.saved_tensors
+        grad, (logp_dtype, entropy_dtype) = grads[0][:1], ctx.dtypes
+        dlogp = (slope * grad.to(slope.dtype)).to(logp_dtype)
+        dentropy = None
+        if entropy_dtype is not None and ctx.entropy_coef:
+            scaled = -ctx.entropy_coef * grad
+            dentropy = OPS.weighted_sums_backward.default(scaled, w, entropy_dtype)[0]
+        return dlogp, *[None] * 5, dentropy, *[None] * 10
+
+
+LIBRARY.impl("policy_loss", _PolicyLoss.apply, "Autograd")
 LIBRARY.impl("weighted_sums", _WeightedSums.apply, "Autograd")
 LIBRARY.impl("segment_sums", _SegmentSums.apply, "Autograd")

@@ -1,5 +1,6 @@
 // Entry points: every specialisation under a name of its own, as kernels.py launches them.
 #include "common.cuh"
+#include "policy_loss.cuh"
 #include "segments.cuh"
 
 using namespace dynbatch;
@@ -31,6 +32,22 @@ using namespace dynbatch;
         weigh<M>(masks, denoms, pieces, w);                                                       \
     }
 
+#define POLICY_LOSS(NAME, _)                                                                      \
+    extern "C" __global__ void __launch_bounds__(kBlock)                                          \
+        NAME(const float* logp, const float* old, const float* advantages, const double* w,       \
+             const float* ref, const float* rollout, const float* entropy, int surrogate,         \
+             double clip_low, double clip_high, double dual_clip, int kl, double kl_coef,         \
+             double entropy_coef, int importance, double low, double high, int num_tokens,        \
+             float* slope, double* tiles, unsigned int* arrived, double* sums) {                  \
+        PolicyFormula formula = {surrogate,        float(1.0 - clip_low), float(1.0 + clip_high), \
+                                 float(dual_clip), kl,                    float(kl_coef),         \
+                                 float(entropy_coef), importance, float(low), float(high)};       \
+        PolicyTerms terms = {logp, old, advantages, w, ref, rollout, entropy, slope, formula};    \
+        Pieces pieces = {nullptr, 1, 0, num_tokens};                                              \
+        Results<Float64Sum> results = {tiles, arrived, sums, nullptr};                            \
+        reduce<Float64Sum, kPolicyTerms>(terms, pieces, results, kPolicyTerms);                   \
+    }
+
 SEGMENT_SUMS(segment_sums_float32_1, float, Float64Sum, 1)
 SEGMENT_SUMS(segment_sums_float32_8, float, Float64Sum, 8)
 SEGMENT_SUMS(segment_sums_bfloat16_1, bfloat16, Float64Sum, 1)
@@ -45,3 +62,4 @@ SPREAD(segment_sums_backward_bfloat16, bfloat16)
 SPREAD(segment_sums_backward_float64, double)
 WEIGH(token_weights_float32, float)
 WEIGH(token_weights_uint8, unsigned char)
+POLICY_LOSS(policy_loss, float)
