@@ -172,6 +172,9 @@ def _best(
         finalists.append(best)
     for placement in finalists:
         even_ranks(placement, MAX_PROPOSALS + dp)
+        if is_small:
+            even_enough = int(bound * (1 + 2 * EVEN_ENOUGH))
+            even_rows(placement, MAX_PROPOSALS, max(even_enough, int(placement.loads.max())))
     return min(finalists, key=_barrier_figure)
 
 

@@ -18,7 +18,9 @@ MOST_CHOICES = 192
 MOST_PARTNERS = 8
 NEVER = np.iinfo(np.int64).max
 # Rank sums this close to even are left alone.
-EVEN_ENOUGH = 2e-4
+EVEN_ENOUGH = 4e-4
+# What raising the lock-step cost counts against evening out, when exchanges are compared.
+RAISE_WEIGHT = 4
 
 
 class Placement:
@@ -95,11 +97,12 @@ class Placement:
         self.bin_of[item] = number
 
 
-def even_rows(placement: Placement, max_proposals: int) -> None:
+def even_rows(placement: Placement, max_proposals: int, max_load: int | None = None) -> None:
     """Lower the lock-step cost: take cost out of the dearest micro-batch of one row at a time.
 
     A sample of it moves to, or is swapped against a cheaper one of, a micro-batch that stays
-    within its own row's dearest. Rows are tried in turn, those with most to gain first.
+    within its own row's dearest. Rows are tried in turn, those with most to gain first. With
+    `max_load` no rank is loaded beyond it.
     """
     if placement.dp == 1:
         return
@@ -111,7 +114,7 @@ def even_rows(placement: Placement, max_proposals: int) -> None:
         row = int(gains.argmax())
         if gains[row] <= 0:
             break
-        if _relieve(placement, row):
+        if _relieve(placement, row, max_load):
             stuck.clear()
         else:
             stuck.add(row)
@@ -181,7 +184,7 @@ class _Exchanges:
             self.placement.move(int(self.takers[taker]), int(self.sources[giver]))
 
 
-def _relieve(placement: Placement, row: int) -> bool:
+def _relieve(placement: Placement, row: int, max_load: int | None) -> bool:
     """The best single move or swap that lowers the dearest micro-batch of a row, if any."""
     dp, line = placement.dp, placement.grid[row]
     dearest = row * dp + int(line.argmax())
@@ -197,6 +200,9 @@ def _relieve(placement: Placement, row: int) -> bool:
     in_row = bins // dp == row
     gain[:, in_row] = np.minimum(gain, room[bins] - shift)[:, in_row]
     gain = np.where(exchanges.fits & (shift <= room[bins]), gain, 0)
+    if max_load is not None:
+        spare = (max_load - placement.loads)[bins % dp]
+        gain = np.where((shift <= spare) | (bins % dp == dearest % dp), gain, 0)
     place = int(gain.argmax())
     if gain.flat[place] <= 0:
         return False
@@ -218,7 +224,7 @@ def _shift(placement: Placement, high: int, low: int, gap: int) -> bool:
     dearest = placement.grid.max(axis=1)
     bins, shift = exchanges.bins, exchanges.shift
     raised = np.maximum(0, placement.costs[bins] + shift - dearest[bins // dp])
-    score = np.abs(2 * shift - gap) + raised
+    score = np.abs(2 * shift - gap) + RAISE_WEIGHT * raised
     score = np.where(exchanges.fits & (shift < gap), score, NEVER)
     place = int(score.argmin())
     if placement.num_rows > MOST_CHOICES:
@@ -228,7 +234,7 @@ def _shift(placement: Placement, high: int, low: int, gap: int) -> bool:
         swap = costs[low_bins - low + high][:, None] - costs[low_bins]
         raised = np.maximum(0, costs[low_bins - low + high][:, None] - dearest)
         swap_score = np.where(
-            (swap > 0) & (swap < gap), np.abs(2 * swap - gap) + raised, NEVER
+            (swap > 0) & (swap < gap), np.abs(2 * swap - gap) + RAISE_WEIGHT * raised, NEVER
         ).ravel()
     swap_place = int(swap_score.argmin())
     if swap_score[swap_place] < score.flat[place]:
