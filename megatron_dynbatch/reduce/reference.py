@@ -5,18 +5,30 @@ public functions check their arguments. Each is a fixed, small number of torch c
 number of samples and values. Accumulation is in float64; positions of weight 0 are selected away.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 
 def selected(x: Tensor, w: Tensor) -> Tensor:
-    """x [K, T] with 0 wherever w [T] is 0, in float64."""
-    return torch.where(w != 0, x, 0.0).to(torch.float64)
+    """x [K, T] with 0 wherever w [T] is 0, in x's dtype."""
+    return torch.where(w != 0, x, 0.0)
+
+
+def _all_finite(sums: Tensor) -> bool:
+    """Whether no term was NaN or infinite. On the host only: elsewhere looking would wait."""
+    return sums.device.type == "cpu" and math.isfinite(sum(sums.tolist()))
 
 
 def weighted_sums(x: Tensor, w: Tensor) -> Tensor:
     """out[k] = Σ_t w[t]·x[k, t], float64 [K]."""
-    return selected(x, w) @ w
+    if x.device.type == "cpu":
+        # Selecting costs more than the sum; it matters only where a masked value is not finite.
+        sums = x.to(torch.float64) @ w
+        if _all_finite(sums):
+            return sums
+    return selected(x, w).to(torch.float64) @ w
 
 
 def weighted_sums_backward(grad: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
@@ -43,9 +55,17 @@ def segment_sums(x: Tensor, w: Tensor, samples: Tensor, num_samples: int) -> tup
     Args:
         samples: int64 [T] sample of each position, B where there is none (w is 0 there).
     """
-    sums = w.new_zeros(x.shape[0], num_samples + 1)
-    sums.index_add_(1, samples, selected(x, w) * w)
-    per_sample = sums[:, :num_samples].contiguous()
+    # float32 · float64 is float64, product by product.
+    if x.device.type == "cpu":
+        total, per_sample = _segment_sums_of(x * w, samples, num_samples)
+        if _all_finite(total):
+            return total, per_sample
+    return _segment_sums_of(selected(x, w) * w, samples, num_samples)
+
+
+def _segment_sums_of(terms: Tensor, samples: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
+    sums = terms.new_zeros(terms.shape[0], num_samples + 1).index_add_(1, samples, terms)
+    per_sample = torch.narrow_copy(sums, 1, 0, num_samples)
     return per_sample.sum(1), per_sample
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dynbatch.reduce import segment_table
+from megatron_dynbatch.reduce import reference, segment_table
 from megatron_dynbatch.reduce.ops import OPS
 
 
@@ -83,3 +84,32 @@ def test_one_graph_for_all_shapes():
         assert values[0][0] == pytest.approx(values[1][0], rel=1e-12)
         torch.testing.assert_close(values[0][1], values[1][1])
     assert graphs == 1
+
+
+class CallCounter(TorchDispatchMode):
+    """Counts the torch calls made inside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (8, 40)])
+def test_torch_calls_do_not_grow(shape):
+    num_values, num_samples = shape
+    table = segment_table([9] * num_samples, [8] * num_samples)
+    samples = torch.from_numpy(table.samples)
+    x, w = torch.ones(num_values, table.num_tokens), (samples < num_samples).double()
+    grad = torch.ones(num_values, dtype=torch.float64)
+    per_sample = torch.ones(num_values, num_samples, dtype=torch.float64)
+    for function, arguments in (
+        (reference.weighted_sums, (x, w)),
+        (reference.weighted_sums_backward, (grad, w, torch.float32)),
+        (reference.segment_sums, (x, w, samples, num_samples)),
+        (reference.segment_sums_backward, (grad, per_sample, w, samples, torch.float32)),
+    ):
+        with CallCounter() as counter:
+            function(*arguments)
+        assert counter.count <= 6, function.__name__
