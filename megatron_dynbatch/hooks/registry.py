@@ -24,6 +24,7 @@ from megatron_dynbatch.hooks.refusals import AUX_LOSSES_SINCE
 from megatron_dynbatch.hooks.report import logged_batch_size
 from megatron_dynbatch.hooks.routers import (
     applying_global_loss,
+    attaching_loss,
     counting_experts,
     tracking_moe,
     tracking_mtp,
@@ -80,6 +81,8 @@ SEAMS = (
     Seam(_TRAINING, "get_forward_backward_func", getting_forward_backward),
     Seam(_TRAINING, "consume_seqlen_stats_in_iteration", consuming_lengths, since=(0, 18)),
     Seam(_ROUTER, "z_loss_func", weighting_z_loss, AUX_LOSSES_SINCE),
+    Seam(_ROUTER, "TopKRouter.attach_and_log_load_balancing_loss", attaching_loss,
+         AUX_LOSSES_SINCE),
     Seam(_ROUTER, "TopKRouter._apply_expert_bias", counting_experts, AUX_LOSSES_SINCE),
     Seam(_ROUTER, "TopKRouter._apply_global_aux_loss", applying_global_loss, AUX_LOSSES_SINCE),
     Seam("megatron.core.transformer.moe.moe_logging", "MoEMetricsTracker.record", tracking_moe,

@@ -1,7 +1,7 @@
 """What routers count and track, weighted like their losses (see `aux_loss`).
 
-Seams: in Megatron's router the z-loss, the global load-balancing loss and the count behind the
-expert bias; the trackers of MoE and MTP losses that feed the log lines.
+Seams: in Megatron's router the z-loss, the load-balancing losses and the count behind the expert
+bias; the trackers of MoE and MTP losses that feed the log lines.
 """
 
 from __future__ import annotations
@@ -36,6 +36,23 @@ def weighting_z_loss(z_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return value * scales.z_loss
 
     return weighted
+
+
+def attaching_loss(attach: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap `attach_and_log_load_balancing_loss`: the tokens that per-token loss multiplies by.
+
+    0.19 counts those of all TP·CP ranks where it means the rank's own (a sum that is reduced in
+    place), and multiplies by TP·CP once more.
+    """
+
+    @functools.wraps(attach)
+    def attached(router: Any, *positional: Any, **named: Any) -> Tensor:
+        scales = _scales()
+        if scales is not None:
+            named["valid_token_count"] = scales.router_tokens
+        return attach(router, *positional, **named)
+
+    return attached
 
 
 def counting_experts(count: Callable[..., None]) -> Callable[..., None]:

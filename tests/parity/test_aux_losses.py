@@ -97,7 +97,7 @@ def train_cell(
         ranks,
         f"--dynamic-global-batch --rollout-path {path} --rollouts-per-step {ROLLOUTS} "
         f"--max-tokens-per-gpu {cap} {width} --max-position-embeddings 512 {KINDS[kind]} "
-        f"{flags} --train-iters {1 if level else 3}".split(),
+        f"--num-layers 4 --lr 1e-3 {flags} --train-iters {1 if level else 3}".split(),
         install_hooks=True,
         timeout=200,
         before=watch_log_and_level if level else watch_log,
@@ -122,8 +122,14 @@ CELLS = {
     "DP4 with dummies": (4, 64, "", 1),
     "PP2": (2, 40, "--pipeline-model-parallel-size 2", 1),
     "PP2 with recompute": (
-        2, 40, "--pipeline-model-parallel-size 2 --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1", 1,
+        2,
+        40,
+        "--pipeline-model-parallel-size 2 --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+        1,
+    ),
+    "PP2 and VPP2": (
+        2, 40, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 1,
     ),
     "CP2": (2, 24, "--context-parallel-size 2", 2),
     "TP2 with sequence parallel": (2, 40, "--tensor-model-parallel-size 2 --sequence-parallel", 1),
