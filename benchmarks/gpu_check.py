@@ -1,0 +1,106 @@
+"""Checks the kernels on the GPU of this machine, then measures them; one command, from a checkout.
+
+    python benchmarks/gpu_check.py [--small] [--device cpu]
+
+Prints what was checked and the tables, and writes both to benchmarks/results/<gpu>.md. The first
+check that fails ends the run with its error. Needs torch, NumPy and cuda-bindings, no network.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import reduce_gpu_checks as checks
+from megatron_dynbatch.reduce import kernels
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def run_checks(device: torch.device, small: bool) -> list[str]:
+    """Runs every check; memory that nobody wrote reads as NaN meanwhile."""
+    lines = []
+    cuda = device.type == "cuda"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for title, check in (
+        ("batches of reductions", lambda: checks.check_reductions(device, small)),
+        ("policy formulas: sums and gradients", lambda: checks.check_policy(device, small)),
+        ("runs with the same bits", lambda: checks.check_bits(device, 5 if small else 100)),
+        ("replays of a captured graph", lambda: checks.check_graph(device) if cuda else 0),
+        ("paths without a host-device sync", lambda: checks.check_no_sync(device) if cuda else 0),
+    ):  # fmt: skip
+        start = time.perf_counter()
+        count = check()
+        lines.append(f"* {count} {title} ({time.perf_counter() - start:.1f} s)")
+        print(lines[-1], flush=True)
+    torch.use_deterministic_algorithms(False)
+    return lines
+
+
+def run_sanitizers() -> list[str]:
+    """This script's small checks once more under compute-sanitizer, where that is installed."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        return ["* compute-sanitizer is not installed: memcheck and racecheck did not run"]
+    lines = []
+    for kind in ("memcheck", "racecheck"):
+        command = [tool, "--tool", kind, "--error-exitcode", "9", sys.executable, __file__]
+        result = subprocess.run(
+            [*command, "--small"], capture_output=True, text=True, timeout=150, check=False
+        )
+        if result.returncode:
+            raise SystemExit(f"compute-sanitizer {kind} failed:\n{result.stdout[-4000:]}")
+        lines.append(f"* compute-sanitizer {kind}: clean")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def environment(device: torch.device) -> list[str]:
+    """What this ran on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return [
+        f"# Kernels on {name}",
+        "",
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}. {kernels.status(device).reason}.",
+        "",
+    ]
+
+
+def main() -> None:
+    """Runs checks, sanitizers and measurements."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="few and small checks, no tables")
+    parser.add_argument("--device", default="cuda", help="cpu: only checks this script itself")
+    options = parser.parse_args()
+    device = torch.device(options.device, 0 if options.device == "cuda" else None)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU here; --device cpu checks the script alone")
+    report = environment(device)
+    print("\n".join(report), flush=True)
+    if device.type == "cuda" and not kernels.status(device).active:
+        raise SystemExit(kernels.status(device).reason)
+    report += run_checks(device, options.small)
+    if options.small or device.type != "cuda":
+        return
+    report += run_sanitizers()
+    from benchmarks import reduce_gpu_table as table
+
+    rate = table.copy_rate(device)
+    report += ["", f"Device-to-device copy in this run: {rate:.0f} GB/s.", ""]
+    report += ["Reductions, forward and backward:", "", *table.reductions(device), ""]
+    report += ["Policy loss, forward and backward:", "", *table.policy(device)]
+    print("\n".join(report[-40:]))
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{torch.cuda.get_device_name(device).replace(' ', '-')}.md"
+    path.write_text("\n".join(report) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
