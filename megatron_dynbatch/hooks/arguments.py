@@ -136,7 +136,6 @@ def _imply(args: argparse.Namespace) -> None:
     if getattr(args, "eval_global_batch_size", 0) is None:
         # Evaluation keeps Megatron's rule that DP ranks share it evenly.
         args.eval_global_batch_size = _whole_shares(size, args)
-    args.dataloader_type = "external"
     width = args.max_tokens_per_gpu * args.context_parallel_size
     if args.micro_batch_width == "variable":
         if args.seq_length is None:
