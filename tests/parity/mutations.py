@@ -28,6 +28,11 @@ BAR = 1e-9
 RECIPE = Recipe(clip_grad=0.0, decay=30, weight_decay=0.05, end_weight_decay=0.2)
 
 
+def put(module: Any, name: str, value: Any) -> None:
+    """Replace something by its mutation, in this process."""
+    setattr(module, name, value)
+
+
 def scale_with(**wrong: int) -> None:
     """Add to M, W or B where the loss is scaled."""
     from megatron_dynbatch.hooks import loss
@@ -43,7 +48,7 @@ def scale_with(**wrong: int) -> None:
         b = step.loss_denominator
         return scaled * (other / shares) * (b / (b + wrong.get("b", 0))), num_tokens, count
 
-    loss.megatron_loss = mutated  # type: ignore[assignment]
+    put(loss, "megatron_loss", mutated)
 
 
 def report_one_more() -> None:
@@ -56,7 +61,7 @@ def report_one_more() -> None:
         scaled, num_tokens, count = right(*positional, **named)
         return scaled, num_tokens, count * 1.01
 
-    loss.megatron_loss = mutated  # type: ignore[assignment]
+    put(loss, "megatron_loss", mutated)
 
 
 def cut_in_order() -> None:
@@ -67,7 +72,7 @@ def cut_in_order() -> None:
         local = int(cu_seqlens[-1]) // cp_size
         return np.arange(cp_rank * local, (cp_rank + 1) * local)
 
-    micro_batch.zigzag_indices = contiguous  # type: ignore[assignment]
+    put(micro_batch, "zigzag_indices", contiguous)
 
 
 def change_packs(field: str, change: Callable[[Any], Any]) -> None:
@@ -80,7 +85,7 @@ def change_packs(field: str, change: Callable[[Any], Any]) -> None:
         packed = right(*positional, **named)
         return dataclasses.replace(packed, **{field: change(getattr(packed, field))})
 
-    micro_batch.pack_samples = mutated
+    put(micro_batch, "pack_samples", mutated)
 
 
 def roll(array: Any) -> Any:
