@@ -39,6 +39,7 @@ class Emulator:
         sanitizer: None for fibres, "thread" or "address".
         only: Regular expression of the entry points to compile.
         fault: (file, text, replacement): a fault to plant; the text must be there once.
+        as_driver: Build a stand-in for libcuda.so.1 in the folder; it is not loaded here.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Emulator:
         sanitizer: str | None = None,
         only: str = "",
         fault: tuple[str, str, str] | None = None,
+        as_driver: bool = False,
     ) -> None:
         self.folder, self.sanitizer = folder, sanitizer
         self.launches: list[str] = []
@@ -68,14 +70,16 @@ class Emulator:
         command += ["-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", "-include", str(HERE / "host.h")]
         command += [f"-DDYNBATCH_BLOCK={BLOCK}", f'-DEMULATED_SOURCE="{entry}"']
         command += [f"-DEMULATED_KERNELS={tries}", f"-I{HERE}", str(HERE / "main.cpp")]
-        self.binary = folder / "kernels"
+        self.binary = folder / ("libcuda.so.1" if as_driver else "kernels")
         if sanitizer:
             command += ["-DEMULATE_WITH_THREADS", "-DEMULATE_AS_PROGRAM", "-g"]
             command += [f"-fsanitize={sanitizer}"]
         else:
             command += ["-shared", "-fPIC"]
+        if as_driver:
+            command += [str(HERE / "driver.cpp"), "-ldl"]
         subprocess.run([*command, "-o", str(self.binary)], check=True)
-        self.library = None if sanitizer else ctypes.CDLL(str(self.binary))
+        self.library = None if sanitizer or as_driver else ctypes.CDLL(str(self.binary))
 
     def launch(self, name: str, grid: tuple[int, int], arguments: Sequence) -> None:
         """Takes the place of `kernels.launch`."""
