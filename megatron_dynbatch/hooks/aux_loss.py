@@ -36,8 +36,8 @@ class AuxScales:
         mtp: The same for `MTPLossAutoScaler`.
         z_loss: Turns the router's mean over local tokens into this rank's part of the mean over
             the micro-batch's tokens.
-        router_tokens: Tokens of the micro-batch per router rank, on average; what the router's
-            losses are multiplied by with per-token loss.
+        router_tokens: Non-padding tokens that this rank's router sees; what its losses are
+            multiplied by with per-token loss.
         moe_log: Factor of a tracked MoE loss, which Megatron divides by M and averages over DP.
         mtp_log: Factor of a tracked MTP loss, which Megatron divides by M and averages over W.
     """
@@ -46,7 +46,7 @@ class AuxScales:
     moe: float = 0.0
     mtp: float = 0.0
     z_loss: float = 0.0
-    router_tokens: float = 0.0
+    router_tokens: int = 0
     moe_log: float = 0.0
     mtp_log: float = 0.0
 
@@ -120,12 +120,11 @@ def aux_scales(run: Session, k: int) -> AuxScales:
     world = layout.dp * layout.cp
     share = tokens / step.num_tokens
     router_ranks = layout.tp * layout.cp
-    if run.args.calculate_per_token_loss:
-        # Megatron multiplies the terms by `router_tokens` and TP·CP, z-loss by the local tokens.
-        moe, z_loss = share / tokens, 1.0
-    else:
-        local_tokens = router_part(run, _on_this_cp_rank(step, packed, ~packed.padding_mask)).sum()
-        moe, z_loss = share * world, float(local_tokens) * router_ranks / tokens
+    seen = int(router_part(run, _on_this_cp_rank(step, packed, ~packed.padding_mask)).sum())
+    if not run.args.calculate_per_token_loss:
+        moe = share * world
+    else:  # Megatron multiplies the terms by the router's tokens and by TP·CP
+        moe = share / (seen * router_ranks) if seen else 0.0
     mtp = mtp_log = 0.0
     if run.args.mtp_num_layers and run.mtp_tokens:
         predicted = max(int(_on_this_cp_rank(step, packed, rolled_mask(packed)).sum()), 1)
@@ -135,8 +134,8 @@ def aux_scales(run: Session, k: int) -> AuxScales:
         share=share,
         moe=moe,
         mtp=mtp,
-        z_loss=z_loss,
-        router_tokens=tokens / router_ranks,
+        z_loss=seen * router_ranks / tokens,
+        router_tokens=seen,
         moe_log=share * layout.dp * step.num_microbatches,
         mtp_log=mtp_log,
     )

@@ -109,7 +109,9 @@ def train_cell(
     logged = [float(found[1]) for line in last.collected[0] if (found := number.search(line))]
     stages = int(flags.split("pipeline-model-parallel-size ")[1][0]) if "pipeline" in flags else 1
     firsts = trainings[:: max(ranks // stages, 1)][:stages]
-    return rows, logged, [bias for training in firsts for bias in training.collected[1]]
+    # Virtual stages interleave the layers.
+    biases = sorted(bias for training in firsts for bias in training.collected[1])
+    return rows, logged, biases
 
 
 CELLS = {
