@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.parity.job import Observed, assemble
 from tests.parity.reference import ReferenceStep
 
-LOSS_NAME = "lm loss"
+_NOT_METRICS = {"iteration", "learning_rate", "grad_norm", "consumed"}
 
 
 def deviations(
@@ -23,9 +23,9 @@ def deviations(
         tensors: Whether gradients (where ranks have whole ones) and parameters are compared too.
 
     Returns:
-        Quantity → deviation. Losses, norms and rates relative to the reference's value, tensors
-        by their largest entry's difference relative to the largest entry of that step's tensors
-        of that name. ``consumed`` is an absolute difference.
+        Quantity → deviation. Metrics (the loss is one), norms and rates relative to the
+        reference's value, tensors by their largest entry's difference relative to the largest
+        entry of that step's tensors of that name. ``consumed`` is an absolute difference.
 
     Raises:
         AssertionError: Numbers of steps differ, or ranks disagree about what they share.
@@ -36,13 +36,17 @@ def deviations(
         shared = [{k: row[k] for k in ("iteration", "consumed")} for row in one.rows]
         expected = [{k: row[k] for k in ("iteration", "consumed")} for row in last]
         assert shared == expected, f"rank {rank} counts {shared}, the last rank {expected}"
-    found = dict.fromkeys(("loss", "grad norm", "learning rate", "weight decay", "consumed"), 0.0)
+    found = dict.fromkeys(
+        ("metrics", "grad norm", "learning rate", "weight decay", "consumed"), 0.0
+    )
     rates, decays = observed[-1].learning_rates, observed[-1].weight_decays
     for before, step in enumerate(reference[:-1]):
         _raise_to(found, "learning rate", _relative(rates[before + 1], step.learning_rate))
         _raise_to(found, "weight decay", _relative(decays[before + 1], step.weight_decay))
     for row, step in zip(last, reference, strict=True):
-        _raise_to(found, "loss", _relative(row[LOSS_NAME], step.loss))
+        assert row.keys() - _NOT_METRICS == step.metrics.keys(), f"metrics reported: {row}"
+        for name, mean in step.metrics.items():
+            _raise_to(found, "metrics", _relative(row[name], mean))
         _raise_to(found, "grad norm", _relative(row["grad_norm"], step.grad_norm))
         _raise_to(found, "learning rate", _relative(row["learning_rate"], step.learning_rate))
         _raise_to(found, "consumed", abs(row["consumed"] - step.consumed))

@@ -4,6 +4,7 @@ In `--precision float64` rounding hides no error larger than 1e-12. `--loss-head
 losses are made: `logits` by the package in the logits' precision; `megatron` by Megatron's
 vocabulary cross entropy, which computes in float32, summed by a loss function that returns a
 2-tuple; `stock` the same with the 3-tuple of the stock script. The last two know no plugin.
+`policy` trains the clipped policy loss on logits.
 """
 
 import argparse
@@ -19,12 +20,13 @@ from megatron.training.arguments import parse_and_validate_args
 
 import megatron_dynbatch
 from examples.pretrain_gpt_sft import datasets_provider, loss_func, model_provider
-from megatron_dynbatch.losses import sft
+from megatron_dynbatch.losses import policy, sft
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """This script's own options."""
-    parser.add_argument("--loss-head", choices=("logits", "megatron", "stock"), default="logits")
+    heads = ("logits", "megatron", "stock", "policy")
+    parser.add_argument("--loss-head", choices=heads, default="logits")
     parser.add_argument("--precision", choices=("float32", "float64"), default="float64")
     return parser
 
@@ -47,14 +49,23 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
         batch.tokens,
         batch.position_ids,
         None,
-        labels=None if head == "logits" else batch.labels,
+        labels=None if head in ("logits", "policy") else batch.labels,
         packed_seq_params=batch.packed_seq_params(),
     )
     if head == "megatron":
         return output, sum_of_losses
     if head == "stock":
         return output, partial(loss_func, batch.loss_mask)
-    return output, partial(sft, tp_group=mpu.get_tensor_model_parallel_group())
+    tp_group = mpu.get_tensor_model_parallel_group()
+    if head == "policy":
+        options: dict[str, Any] = {
+            "dual_clip": 3.0,
+            "kl": "k3",
+            "kl_coef": 0.1,
+            "entropy_coef": 0.01,
+        }
+        return output, partial(policy, tp_group=tp_group, **options)
+    return output, partial(sft, tp_group=tp_group)
 
 
 def main() -> None:

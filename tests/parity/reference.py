@@ -14,20 +14,24 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.parity.architecture import Architecture
 from tests.parity.rollouts import Example
+
+LOSS_NAMES = {"sft": "lm loss", "clip": "loss"}
+"""What the loss is called in reports."""
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Everything about the training that is neither data nor architecture.
 
-    Horizons are in rollouts. `dtype` is that of weights and arithmetic.
+    Horizons are in rollouts. `dtype` is that of weights and arithmetic; `objective` is "sft" or
+    "clip", see `token_values`.
     """
 
+    objective: str = "sft"
     reduction: str = "rollout"
     loss_constant: float = 1.0
     empty_rollouts: str = "count"
@@ -83,7 +87,7 @@ class ReferenceStep:
     """What one step did.
 
     Attributes:
-        loss: L of semantics.md.
+        metrics: Name → weighted mean as reported, the loss L of semantics.md among them.
         grad_norm: L2 norm of all gradients, before clipping.
         learning_rate: For the next step.
         weight_decay: For the next step.
@@ -92,7 +96,7 @@ class ReferenceStep:
         parameters: Global name → value after the update.
     """
 
-    loss: float
+    metrics: dict[str, float]
     grad_norm: float
     learning_rate: float
     weight_decay: float
@@ -126,8 +130,8 @@ def train(
             group["lr"] = recipe.learning_rate_at(consumed)
             group["weight_decay"] = group["decays"] * recipe.weight_decay_at(consumed, total)
         optimizer.zero_grad()
-        loss = step_loss(parameters, step, recipe, architecture)
-        loss.backward()
+        means = step_means(parameters, step, recipe, architecture)
+        means[LOSS_NAMES[recipe.objective]].backward()
         gradients = {n: _gradient(p).clone() for n, p in parameters.items()}
         norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients.values()))
         _clip(parameters, norm, recipe.clip_grad)
@@ -135,7 +139,7 @@ def train(
         consumed += len({example.rollout for example in step})
         records.append(
             ReferenceStep(
-                loss=loss.item(),
+                metrics={name: mean.item() for name, mean in means.items()},
                 grad_norm=norm,
                 learning_rate=recipe.learning_rate_at(consumed),
                 weight_decay=recipe.weight_decay_at(consumed, total),
@@ -147,22 +151,60 @@ def train(
     return records
 
 
-def step_loss(
+def step_means(
     parameters: dict[str, Tensor],
     examples: Sequence[Example],
     recipe: Recipe,
     architecture: Architecture,
-) -> Tensor:
-    """L = (1/B) Σ_i (1/d_i) Σ_t m_it x_it (semantics.md), x the cross entropy of each token."""
+) -> dict[str, Tensor]:
+    """(1/B) Σ_i (1/d_i) Σ_t m_it x_it (semantics.md) for each x of `token_values`."""
     denominators, count = denominators_of(examples, recipe)
-    loss = torch.zeros((), dtype=recipe.dtype)
+    means: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=recipe.dtype))
     for example, denominator in zip(examples, denominators, strict=True):
         trained = torch.tensor(example.mask, dtype=torch.bool)
         if not trained.any():
             continue
-        losses = response_losses(parameters, example, architecture)
-        loss = loss + losses[trained].sum() / denominator
-    return loss / count
+        log_probs = response_log_probs(parameters, example, architecture)
+        for name, values in token_values(log_probs, example, recipe.objective).items():
+            means[name] = means[name] + values[trained].sum() / denominator / count
+    return dict(means)
+
+
+def token_values(log_probs: Tensor, example: Example, objective: str) -> dict[str, Tensor]:
+    """Every value that is averaged, one per response token.
+
+    Args:
+        log_probs: [R, vocab].
+        example: The tokens, and what the policy loss needs.
+        objective: "sft": the cross entropy. "clip": PPO's clipped surrogate with bounds 0.8 and
+            1.2, at most 3·|A| where the advantage A is negative, plus 0.1 times the k3 estimate of
+            the KL to the reference policy, minus 0.01 times the entropy.
+    """
+    response = torch.tensor(example.tokens[len(example.tokens) - len(example.mask) :])
+    chosen = log_probs[torch.arange(len(response)), response]
+    if objective == "sft":
+        return {"lm loss": -chosen}
+    old = torch.tensor(example.log_probs, dtype=chosen.dtype)
+    to_ref = torch.tensor(example.ref_log_probs, dtype=chosen.dtype) - chosen
+    advantage = example.advantage
+    ratio = torch.exp(chosen - old)
+    plain, clipped = -advantage * ratio, -advantage * torch.clip(ratio, 0.8, 1.2)
+    surrogate = torch.where(plain >= clipped, plain, clipped)
+    over = (surrogate > -3 * advantage) & (advantage < 0)
+    policy = torch.where(over, torch.full_like(surrogate, -3 * advantage), surrogate)
+    divergence = torch.exp(to_ref) - to_ref - 1
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return {
+        "loss": policy + 0.1 * divergence - 0.01 * entropy,
+        "pg_loss": policy,
+        "clip_fraction": (clipped > plain).to(chosen.dtype),
+        "dual_clip_fraction": over.to(chosen.dtype),
+        "approx_kl": ratio - 1 - (chosen - old),
+        "ratio": ratio,
+        "ratio_clamped": torch.zeros_like(chosen),
+        "kl": divergence,
+        "entropy": entropy,
+    }
 
 
 def denominators_of(examples: Sequence[Example], recipe: Recipe) -> tuple[list[float], float]:
@@ -186,15 +228,13 @@ def denominators_of(examples: Sequence[Example], recipe: Recipe) -> tuple[list[f
     return [float(sums[key]) for key in keys], float(len(counted))
 
 
-def response_losses(
+def response_log_probs(
     parameters: dict[str, Tensor], example: Example, architecture: Architecture
 ) -> Tensor:
-    """Cross entropy of every response token, [R]."""
-    tokens = torch.tensor(example.tokens)
-    prompt = len(example.tokens) - len(example.mask)
-    logits = model_logits(parameters, tokens, architecture)
+    """Log-probabilities from which every response token was drawn, [R, vocab]."""
+    logits = model_logits(parameters, torch.tensor(example.tokens), architecture)
     # The prediction of token t is made at position t - 1.
-    return F.cross_entropy(logits[prompt - 1 : -1], tokens[prompt:], reduction="none")
+    return logits[len(example.tokens) - len(example.mask) - 1 : -1].log_softmax(-1)
 
 
 def model_logits(

@@ -30,14 +30,19 @@ class Example:
         mask: R entries 0/1 for the last R tokens.
         rollout: Which rollout emitted it, unique over all steps.
         group: Prompt group of that rollout.
-        advantage: For policy losses.
+        advantage: Of the whole response.
+        log_probs: R log-probabilities under the old policy; float32 holds them exactly, as it
+            does the advantage.
+        ref_log_probs: R, under the reference policy.
     """
 
     tokens: tuple[int, ...]
     mask: tuple[int, ...]
     rollout: int
     group: int
-    advantage: float = 0.0
+    advantage: float
+    log_probs: tuple[float, ...]
+    ref_log_probs: tuple[float, ...]
 
 
 def make_steps(
@@ -70,7 +75,11 @@ def _example(draw: random.Random, length: int, rollout: int, vocab: int, *, empt
         mask[-1] = 1
     # The last id is Megatron's end of document; keep clear of it.
     tokens = [draw.randrange(vocab - 1) for _ in range(length)]
-    return Example(tuple(tokens), tuple(mask), rollout, rollout // 2, draw.uniform(-1, 1))
+    old, ref = (
+        tuple(draw.randint(-448, -192) / 64 for _ in range(response)) for _ in ("old", "ref")
+    )
+    advantage = draw.choice([-1, 1]) * draw.randint(16, 128) / 64
+    return Example(tuple(tokens), tuple(mask), rollout, rollout // 2, advantage, old, ref)
 
 
 def write_batches(path: Path, batches: Sequence[Sequence[Example]], *, finish: bool = True) -> None:
@@ -90,6 +99,8 @@ def to_sample(example: Example) -> Sample:
         rollout_id=example.rollout,
         group_id=example.group,
         advantage=example.advantage,
+        log_probs=example.log_probs,
+        ref_log_probs=example.ref_log_probs,
     )
 
 

@@ -131,7 +131,10 @@ CELLS = {
         1,
     ),
     "PP2 and VPP2": (
-        2, 40, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 1,
+        2,
+        40,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        1,
     ),
     "CP2": (2, 24, "--context-parallel-size 2", 2),
     "TP2 with sequence parallel": (2, 40, "--tensor-model-parallel-size 2 --sequence-parallel", 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -34,7 +35,7 @@ def exact_cell(path: Path, layout: Layout, **flags: object) -> Cell:
 
 def assert_exact(observed: list[Observed], reference: Reference) -> None:
     found = deviations(observed, reference(EXACT))
-    assert max(found["gradients"], found["parameters"], found["loss"]) < 1e-9
+    assert max(found["gradients"], found["parameters"], found["metrics"]) < 1e-9
     assert max(found["learning rate"], found["consumed"]) < 1e-12
 
 
@@ -59,6 +60,16 @@ def test_padding_changes_nothing(width: int, short_path: Path, short_reference: 
     assert_exact(run_cell(cell), short_reference)
 
 
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(cp=2)], ids=name_of)
+def test_every_metric_of_a_policy_loss(
+    layout: Layout, short_path: Path, short_reference: Reference
+) -> None:
+    recipe = dataclasses.replace(EXACT, objective="clip")
+    cell = exact_cell(short_path, layout, loss_head="policy", micro_batch_width="variable")
+    found = deviations(run_cell(cell), short_reference(recipe))
+    assert max(found["gradients"], found["parameters"], found["metrics"]) < 1e-9
+
+
 def test_oversize_samples_run_alone(short_path: Path, short_reference: Reference) -> None:
     cell = exact_cell(
         short_path,
@@ -78,7 +89,7 @@ def test_a_skipped_iteration_consumes_its_rollouts_and_trains_nothing(rollout_pa
     assert [row["iteration"] for row in rows] == [1, 3, 4, 5, 6]
     assert [row["consumed"] for row in rows] == [8, 25, 28, 37, 45]
     for row, step in zip(rows, reference, strict=True):
-        assert row["lm loss"] == pytest.approx(step.loss, rel=1e-5)
+        assert row["lm loss"] == pytest.approx(step.metrics["lm loss"], rel=1e-5)
         assert row["grad_norm"] == pytest.approx(step.grad_norm, rel=1e-5)
         assert row["learning_rate"] == pytest.approx(step.learning_rate, abs=1e-15)
 
@@ -107,7 +118,7 @@ def test_a_step_replayed_in_place_trains_once(
     observed = run_cell(Cell(layout.ranks, flags, SHORT, prepare=fail_once))
     assert observed[-1].notes == ["failed"]
     found = deviations(observed, short_reference(SHORT), tensors=False)
-    assert max(found["loss"], found["grad norm"]) < 1e-5
+    assert max(found["metrics"], found["grad norm"]) < 1e-5
     assert max(found["learning rate"], found["consumed"]) < 1e-12
 
 
