@@ -22,8 +22,7 @@ Every log-ratio is clamped to ±20 before exp, and passes no gradient where the 
     x = pg + β·kl − η·H
 
 β = 0 and η = 0 leave their term out of x and of the gradient; it is reported all the same. ω = 0
-changes no denominator: such a token stays in d. `losses/policy.py` writes the same formulas for
-autograd; the tests compare the two.
+changes no denominator: such a token stays in d.
 """
 
 from dataclasses import dataclass

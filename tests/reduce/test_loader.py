@@ -47,7 +47,7 @@ def test_launches_through_the_driver(tmp_path):
         pytest.skip("g++ is not installed")
     if torch.cuda.is_available():
         pytest.skip("the real driver is in use")
-    emulation.Emulator(tmp_path, only="float32|token_weights|policy", as_driver=True)
+    emulation.Emulator(tmp_path, only="float32(_8)?,|token_weights_uint8|policy", as_driver=True)
     root = Path(__file__).parents[2]
     path = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     result = subprocess.run(

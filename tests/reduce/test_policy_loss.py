@@ -7,12 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dynbatch.layout import build_micro_batch
-from megatron_dynbatch.losses import policy
 from megatron_dynbatch.reduce import PolicyFormula, kernels, policy_loss_sums, policy_reference
 from megatron_dynbatch.reduce.ops import OPS
-from megatron_dynbatch.rollouts import Sample
-from tests.layout.helpers import plan_of
 
 NAN, INF = math.nan, math.inf
 
@@ -253,38 +249,3 @@ def test_bad_tensors():
         policy_loss_sums(*start, PolicyFormula(importance="mask"))
     with pytest.raises(ValueError, match=r"old_logp has shape \[7\] .* shape \[8\]"):
         policy_loss_sums(start[0], start[1][1:], *start[2:], PolicyFormula())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"dual_clip": 2.0, "kl": "k3", "kl_coef": 0.1},
-        {"surrogate": "cispo", "importance": "truncate", "kl": "low_var", "kl_coef": 0.2},
-        {"surrogate": "reinforce", "importance": "mask", "kl": "k2"},
-    ],
-)
-def test_same_numbers_as_the_loss_that_autograd_differentiates(options):
-    rng = np.random.default_rng(2)
-    columns = {n: rng.normal(-1, 0.5, 30) for n in ("log_probs", "ref_log_probs")}
-    columns |= {"rollout_log_probs": rng.normal(-1, 0.5, 30), "advantage": rng.normal(size=30)}
-    sample = Sample(np.arange(31), loss_mask=rng.integers(0, 2, 30), **columns)
-    mb = build_micro_batch(plan_of([sample], [[[0]]]), 0, 0, 0, {0: sample})
-    results = []
-    for fused in (True, False):
-        output = torch.tensor(rng.normal(1, 0.5, 31) if fused else results[0][2])
-        start = output.clone().requires_grad_()
-        if fused:
-            sums = policy_loss_sums(
-                -start, mb.column("log_probs"), mb.column("advantages"), mb.token_weights,
-                PolicyFormula(**options), ref_logp=mb.column("ref_log_probs"),
-                rollout_logp=mb.column("rollout_log_probs"),
-            )  # fmt: skip
-            loss = sums["loss"]
-        else:
-            loss, sums = policy(start, mb, **options)
-        loss.backward()
-        sums = {name: value.item() for name, value in sums.items()}
-        results.append((sums, start.grad, output))
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-12, abs=1e-12)
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-12, atol=1e-12)

@@ -110,7 +110,7 @@ sample = st.tuples(st.integers(0, 9), st.integers(1, 12)).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(sample, min_size=1, max_size=6),
     st.sampled_from([1, 2, 4]),
