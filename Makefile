@@ -9,28 +9,49 @@ PYTEST := $(BIN)/python -m pytest
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install test lint demo test-stock test-unit clean
+.PHONY: help install test lint demo parity test-versions test-stock gpu-check bench-plan anneal clean
+
+# Other releases that the tests train with; each lies in a folder of its own, torch is shared.
+OTHER_MEGATRONS := $(addprefix $(VENV)/megatron-core-,0.17.1 0.18.2)
 
 help:
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 install: $(INSTALLED)  ## make .venv with the package and all that tests and demo need
 
-test: lint test-unit  ## lint, types and the whole test suite
-
-demo: $(INSTALLED)  ## train on worked solutions with steps of different sizes, two processes
-	$(BIN)/python -m examples.demo --out runs/demo
+test: lint $(OTHER_MEGATRONS)  ## lint, types and the whole test suite
+	$(PYTEST) tests
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test-unit: $(INSTALLED)
-	$(PYTEST) tests
+parity: $(OTHER_MEGATRONS)  ## every layout and option of the parity suite; writes docs/parity.md
+	PARITY=full $(PYTEST) tests/parity
+
+test-versions: $(OTHER_MEGATRONS)  ## the same trainings on every supported megatron-core
+	$(PYTEST) tests/versions tests/parity/test_versions.py
 
 test-stock: $(INSTALLED)  ## MEGATRON_LM=DIR: Megatron-LM's own pretrain_gpt.py from a checkout
 	@test -n "$(MEGATRON_LM)" || { echo "give MEGATRON_LM=DIR, a Megatron-LM checkout" >&2; exit 2; }
 	$(BIN)/python -m tests.stock.run "$(MEGATRON_LM)"
+
+demo: $(INSTALLED)  ## train on worked solutions with steps of different sizes, two processes
+	$(BIN)/python -m examples.demo --out runs/demo
+
+gpu-check: $(INSTALLED)  ## kernels against float64 on this machine's GPU, and their speed
+	$(BIN)/python -m benchmarks.gpu_check
+
+bench-plan: $(INSTALLED)  ## plans side by side with baselines and other packers
+	$(BIN)/python -m benchmarks.plan_quality
+
+anneal: $(INSTALLED)  ## make the annealed reference plans again (an hour)
+	$(BIN)/python -m benchmarks.plan_anneal
+
+$(OTHER_MEGATRONS): $(VENV)/megatron-core-%: | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $@.part megatron-core==$*
+	mv $@.part $@
 
 clean:  ## remove .venv and what runs left behind
 	rm -rf $(VENV) runs build dist *.egg-info
