@@ -162,7 +162,7 @@ def _observe(observed: Observed, cell: Cell) -> None:
         if cell.overwrite_weights:
             set_parameters(model, cell.architecture.initial_parameters())
             optimizer.reload_model_params()
-        _observe_optimizer(observed, model, optimizer)
+        observe_optimizer(observed, model, optimizer)
         return train_loop(*args, **kwargs)
 
     @functools.wraps(log)
@@ -188,7 +188,8 @@ def _row(given: Mapping[str, Any]) -> dict[str, float]:
     return row
 
 
-def _observe_optimizer(observed: Observed, model: Sequence[Any], optimizer: Any) -> None:
+def observe_optimizer(observed: Observed, model: Sequence[Any], optimizer: Any) -> None:
+    """Note what the optimizer is given and what it makes of it, at every step."""
     step = optimizer.step
 
     def observed_step(*args: Any, **kwargs: Any) -> Any:
