@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 from megatron_dynbatch.plan.level_fill import Items
 
 # Pairs looked at in one proposal of `even_ranks`: MOST_CHOICES samples of either rank.
-MOST_CHOICES = 192
+MOST_CHOICES = 96
 # Ranks that the most loaded one may shift cost to.
 MOST_PARTNERS = 8
 NEVER = np.iinfo(np.int64).max
 # Rank sums this close to even are left alone.
 EVEN_ENOUGH = 4e-4
-# What raising the lock-step cost counts against evening out, when exchanges are compared.
-RAISE_WEIGHT = 4
 
 
 class Placement:
@@ -224,7 +222,7 @@ def _shift(placement: Placement, high: int, low: int, gap: int) -> bool:
     dearest = placement.grid.max(axis=1)
     bins, shift = exchanges.bins, exchanges.shift
     raised = np.maximum(0, placement.costs[bins] + shift - dearest[bins // dp])
-    score = np.abs(2 * shift - gap) + RAISE_WEIGHT * raised
+    score = np.abs(2 * shift - gap) + raised
     score = np.where(exchanges.fits & (shift < gap), score, NEVER)
     place = int(score.argmin())
     if placement.num_rows > MOST_CHOICES:
@@ -234,7 +232,7 @@ def _shift(placement: Placement, high: int, low: int, gap: int) -> bool:
         swap = costs[low_bins - low + high][:, None] - costs[low_bins]
         raised = np.maximum(0, costs[low_bins - low + high][:, None] - dearest)
         swap_score = np.where(
-            (swap > 0) & (swap < gap), np.abs(2 * swap - gap) + RAISE_WEIGHT * raised, NEVER
+            (swap > 0) & (swap < gap), np.abs(2 * swap - gap) + raised, NEVER
         ).ravel()
     swap_place = int(swap_score.argmin())
     if swap_score[swap_place] < score.flat[place]:
