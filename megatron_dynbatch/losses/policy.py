@@ -18,6 +18,10 @@ a whole sequence: δ̄ is a constant of the token, and its own δ carries the gr
 The step's loss is Σ w·(ρ̂·o·x + β·kl − η·entropy) / B, ρ̂ an importance weight, o the off-policy
 mask (`importance.py`), kl an estimator of `kl.py`. A term of coefficient 0 is reported but is no
 part of the graph. exp sees ±20 at most, everywhere.
+
+What decides nothing per sequence runs as one fused operator of the same formulas
+(`reduce.policy_loss_sums`); `policy_terms` is their definition for autograd, and the path of the
+others.
 """
 
 from dataclasses import dataclass
@@ -38,6 +42,7 @@ from megatron_dynbatch.losses.logprob import EntropyMode
 from megatron_dynbatch.losses.on_policy import OldLogProbs
 from megatron_dynbatch.losses.sequence import sequence_means
 from megatron_dynbatch.losses.sft import token_log_probs
+from megatron_dynbatch.reduce import PolicyFormula, policy_loss_sums
 
 Surrogate = Literal["clip", "cispo", "gspo", "gmpo", "reinforce"]
 SEQUENCE_SURROGATES = ("gspo", "gmpo")
@@ -84,6 +89,8 @@ class PolicyOptions:
         for name, choice, choices in (
             ("surrogate", self.surrogate, get_args(Surrogate)),
             ("old_log_probs", self.old_log_probs, get_args(OldLogProbs)),
+            ("kl", self.kl or "k1", get_args(KlEstimator)),
+            ("importance", self.importance or "mask", get_args(ImportanceMode)),
         ):
             if choice not in choices:
                 raise ValueError(f"{name} is one of {', '.join(choices)}, got {choice!r}")
@@ -104,6 +111,22 @@ class PolicyOptions:
                 "importance corrects old log-probs against rollout_log_probs, but old_log_probs="
                 "'rollout' makes them the same; use 'column' or 'current'"
             )
+
+    def formula(self) -> PolicyFormula | None:
+        """The same for the fused operator; None where something is decided per sequence."""
+        if self.surrogate in SEQUENCE_SURROGATES or self.off_policy_threshold is not None:
+            return None
+        return PolicyFormula(
+            surrogate=self.surrogate,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+            kl=self.kl,
+            kl_coef=self.kl_coef,
+            entropy_coef=self.entropy_coef or 0.0,
+            importance=self.importance,
+            importance_bounds=self.importance_bounds,
+        )
 
     @property
     def entropy_mode(self) -> EntropyMode:
@@ -258,37 +281,68 @@ def policy(
         entropy=chosen.entropy_mode,
         tp_group=tp_group,
     )
+    formula = chosen.formula()
+    if formula is None:
+        sums = _term_sums(chosen, log_probs, entropy, microbatch, cp_group)
+    else:
+        # The operator selects masked tokens away itself.
+        sums = policy_loss_sums(
+            log_probs,
+            _old_log_probs(chosen, log_probs, microbatch),
+            microbatch.column("advantages"),
+            microbatch.token_weights,
+            formula,
+            ref_logp=microbatch.column("ref_log_probs") if chosen.kl else None,
+            rollout_logp=microbatch.column("rollout_log_probs") if chosen.importance else None,
+            entropy=entropy,
+        )
+    return sums["loss"], {name: value.detach() for name, value in sums.items()}
+
+
+def _old_log_probs(chosen: PolicyOptions, log_probs: Tensor, microbatch: MicroBatch) -> Tensor:
+    if chosen.old_log_probs == "current":
+        return log_probs.detach()
+    name = "log_probs" if chosen.old_log_probs == "column" else "rollout_log_probs"
+    return microbatch.column(name)
+
+
+def _term_sums(
+    chosen: PolicyOptions,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    microbatch: MicroBatch,
+    cp_group: dist.ProcessGroup | None,
+) -> dict[str, Tensor]:
+    """All sums, term by term."""
     # Selected before any arithmetic: 0·NaN in a backward pass would be NaN again.
     keep = microbatch.token_weights != 0
-
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
-    log_probs = torch.where(keep, log_probs, 0.0).to(dtype)
 
-    def column(name: str) -> Tensor:
-        return torch.where(keep, microbatch.column(name), 0.0).to(dtype)
+    def kept(x: Tensor) -> Tensor:
+        return torch.where(keep, x, 0.0).to(dtype)
 
-    if chosen.old_log_probs == "current":
-        old = log_probs.detach()
-    else:
-        old = column("log_probs" if chosen.old_log_probs == "column" else "rollout_log_probs")
-    rollout = None if chosen.importance is None else column("rollout_log_probs")
+    log_probs = kept(log_probs)
+    old = kept(_old_log_probs(chosen, log_probs, microbatch))
+    rollout = None
+    if chosen.importance is not None:
+        rollout = kept(microbatch.column("rollout_log_probs"))
     token_loss, metrics = _policy_term(
-        chosen, log_probs, old, rollout, column("advantages"), microbatch, cp_group
+        chosen, log_probs, old, rollout, kept(microbatch.column("advantages")), microbatch, cp_group
     )
     if chosen.kl is not None:
         # With coefficient 0 the graph must not see the KL: 0·inf would be NaN.
         policy_side = log_probs if chosen.kl_coef else log_probs.detach()
-        token_kl = kl_to_reference(policy_side, column("ref_log_probs"), chosen.kl)
+        reference = kept(microbatch.column("ref_log_probs"))
+        token_kl = kl_to_reference(policy_side, reference, chosen.kl)
         metrics["kl"] = token_kl.detach()
         if chosen.kl_coef:
             token_loss = token_loss + chosen.kl_coef * token_kl
     if entropy is not None:
-        entropy = torch.where(keep, entropy, 0.0)
+        entropy = kept(entropy)
         metrics["entropy"] = entropy.detach()
         if chosen.entropy_coef:
             token_loss = token_loss - chosen.entropy_coef * entropy
-    sums = microbatch.sums({"loss": token_loss, **metrics})
-    return sums["loss"], {name: value.detach() for name, value in sums.items()}
+    return microbatch.sums({"loss": token_loss, **metrics})
 
 
 def _policy_term(

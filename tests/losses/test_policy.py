@@ -146,7 +146,7 @@ def test_policy_gradcheck():
         (dict(clip_low=-0.1), "clip bounds must be"),
         (dict(dual_clip=0.5), "dual_clip > 1"),
         (dict(kl_coef=0.1), "no KL estimator is chosen"),
-        (dict(kl="k4"), "one of 'k1', 'k2', 'k3', 'low_var', got 'k4'"),
+        (dict(kl="k4"), "kl is one of k1, k2, k3, low_var, got 'k4'"),
         (dict(kl="k1"), "no ref_log_probs"),
         (dict(temperature=0.5), "need logits: do not pass labels"),
         (dict(entropy_coef=0.0), "need logits: do not pass labels"),
