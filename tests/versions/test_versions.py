@@ -25,6 +25,9 @@ from tests.parity.rollouts import STEP_SIZES
 from tests.pool import ROOT
 from tests.versions.cells import CELLS, COMPARED
 
+# The first test of a version runs all its cells.
+pytestmark = pytest.mark.timeout(900)
+
 
 def root_of(version: str) -> Path:
     """Folder that contains this version's ``megatron``; skips the test if there is none."""
