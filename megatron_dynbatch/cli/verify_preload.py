@@ -1,0 +1,13 @@
+"""What the fork server of `verify` imports once: Megatron on the CPU, for all ranks of all runs."""
+
+import contextlib
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+# Megatron warns of every optional package that is not there.
+with open(os.devnull, "w") as silence, contextlib.redirect_stderr(silence):
+    from megatron_dynbatch import cpu
+
+    cpu.enable()

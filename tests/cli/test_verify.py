@@ -1,0 +1,139 @@
+"""`verify` on the real Megatron: it names every wrong loss and raises no false alarm."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron_dynbatch.cli import verify as command
+from megatron_dynbatch.cli.verify import as_table, cell_arguments, plan_cells, script_arguments
+from megatron_dynbatch.cli.verify_rollouts import made_up_batches, twice, with_masked_siblings
+from megatron_dynbatch.rollouts import RolloutBatch
+from tests.cli.loss_variants import VARIANTS
+from tests.pool import ROOT
+
+LOSSES = Path(__file__).parent / "losses_script.py"
+STOCK = ROOT / "examples" / "pretrain_gpt_sft.py"
+
+# Loss, reduction, kinds of cells, processes, words of the reason.
+WRONG = [
+    ("mean_of_means", "token", ["packing"], 1, "averaged per micro-batch"),
+    ("denominators_of_the_micro_batch", "rollout", ["packing"], 1, "a count of one micro-batch"),
+    ("context_parallel_local_counts", "sample", ["cp"], 2, "changes with context parallelism"),
+    ("double_division", "rollout", ["twice"], 1, "once more than the plugin does"),
+    ("clamped_empty_samples", "rollout", ["masked"], 1, "clamped into a denominator"),
+]
+
+
+@pytest.fixture(autouse=True)
+def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts import the examples, as they would from the folder of the checkout."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.mark.parametrize(("loss", "reduction", "kinds", "ranks", "reason"), WRONG)
+def test_a_wrong_loss_is_named_with_its_reason(
+    loss: str, reduction: str, kinds: list[str], ranks: int, reason: str
+) -> None:
+    arguments = ["--test-loss", loss, "--loss-reduction", reduction]
+    result = command.verify(LOSSES, arguments, kinds=kinds, max_ranks=ranks)
+    assert not result.invariant and not result.errors
+    wrong = {v.name: max(v.deviations.values()) for v in result.verdicts if not v.invariant}
+    assert wrong.keys() == {"gradient", "lm loss"}
+    # Far above rounding, which is below 1e-6.
+    assert min(wrong.values()) > 1e-2
+    (line,) = result.reasons()
+    assert reason in line and line in as_table(result)
+
+
+def test_a_wrong_metric_beside_a_right_loss() -> None:
+    arguments = ["--test-loss", "wrong_metric_only"]
+    result = command.verify(LOSSES, arguments, kinds=["packing"], max_ranks=1)
+    assert [v.name for v in result.verdicts if not v.invariant] == ["nll"]
+    assert "NOT invariant: nll" in as_table(result)
+
+
+def test_every_loss_of_the_package_is_invariant() -> None:
+    result = command.verify(LOSSES, ["--test-loss", "every_loss"])
+    assert result.invariant, as_table(result)
+    assert len(result.cells) == 9
+    values = {v.name: v.value for v in result.verdicts}
+    assert {name.split()[0] for name in values} >= {*VARIANTS, "lm", "value"}
+    # The data lie on both sides of every bound, or invariance would say little.
+    fractions = {n: v for n, v in values.items() if "fraction" in n and "dual" not in n}
+    fractions["ppo dual_clip_fraction"] = values["ppo dual_clip_fraction"]
+    del fractions["reinforce clip_fraction"]  # nothing is clipped there
+    assert all(0 < v < 1 for v in fractions.values()), fractions
+
+
+def test_a_run_that_fails_is_shown_and_the_others_are_compared() -> None:
+    arguments = ["--test-loss", "raises_under_cp"]
+    result = command.verify(LOSSES, arguments, kinds=["cp"], max_ranks=2, timeout=120)
+    assert list(result.errors) == ["CP2"] and not result.invariant
+    assert "group of size 2, got none: pass cp_group=" in as_table(result)
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["verify", *arguments])
+    return args.run(args)
+
+
+STOCK_MEAN = "loss = torch.sum(losses * loss_mask) / loss_mask.sum().clamp(min=1)"
+
+
+def test_the_stock_sum_is_right_and_the_stock_mean_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only = ("--only", "packing", "--only", "twice")
+    assert run(*only, str(STOCK), "--hidden-size", "16") == 0
+    assert "\ninvariant: no quantity deviates by more than" in capsys.readouterr().out
+    text = STOCK.read_text()
+    assert text.count("loss = torch.sum(losses * loss_mask)") == 1
+    mean = tmp_path / "mean.py"
+    mean.write_text(text.replace("loss = torch.sum(losses * loss_mask)", STOCK_MEAN))
+    assert run("--only", "packing", str(mean)) == 1
+    shown = capsys.readouterr().out
+    assert "NOT invariant: gradient, lm loss" in shown
+    assert "averaged per micro-batch" in shown and "microbatch.mean(x)" in shown
+
+
+def test_no_script_and_no_rollouts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no file 'nothing.py' to run"):
+        run("nothing.py")
+    with pytest.raises(ValueError, match="holds no rollout batch"):
+        run("--rollouts", str(tmp_path), str(STOCK))
+
+
+def test_arguments_that_verify_decides_are_taken_away() -> None:
+    given = ["--num-layers", "3", "--seq-length", "4096", "--save=x", "--bf16", "--load", "ck",
+             "--context-parallel-size", "8", "--lr", "1e-4", "--data-path", "1", "a", "2", "b",
+             "--swiglu"]  # fmt: skip
+    assert script_arguments(given) == ["--num-layers", "3", "--lr", "1e-4", "--swiglu"]
+
+
+def test_cells_split_the_same_rollouts_differently() -> None:
+    batches = made_up_batches(2, 5, seed=0)
+    cells = plan_cells(batches)
+    assert cells[0].kind == "reference" and {c.kind for c in cells[1:]} == {
+        "packing", "dp", "cp", "masked", "twice",
+    }  # fmt: skip
+    tokens = max(sum(s.total_length for s in batch) for batch in batches)
+    longest = max(s.total_length for batch in batches for s in batch)
+    assert cells[0].max_tokens_per_gpu >= tokens
+    assert all(c.max_tokens_per_gpu * c.cp >= longest for c in cells)
+    assert min(c.max_tokens_per_gpu * c.cp for c in cells) < tokens / 2
+    argv = cell_arguments(cells[0], Path("x"), batches)
+    assert argv[argv.index("--train-samples") + 1] == "11"
+
+
+def test_changed_rollouts_are_valid_and_what_they_say() -> None:
+    (batch,) = made_up_batches(1, 5, seed=1)
+    masked, doubled = with_masked_siblings(batch), twice(batch)
+    for samples, rollouts in ((batch, 5), (masked, 5), (doubled, 10)):
+        assert RolloutBatch(samples).index.num_rollouts == rollouts
+    extra = [s for s in masked if s.mask_sum == 0]
+    assert len(extra) == len(masked) - len(batch) == 3
+    assert sum(s.mask_sum for s in doubled) == 2 * sum(s.mask_sum for s in batch)
