@@ -1,107 +1,165 @@
-"""``python -m examples.demo --out DIR``: supervised steps of different sizes, two processes.
+"""``python -m examples.demo --out DIR``: reinforcement learning on the real Megatron, on a CPU.
 
-Problems of reasoning-gym with their worked solutions are written as rollouts, one batch per step;
-Megatron's own ``pretrain`` trains a small GPT on them from a script that knows nothing of the
-plugin. DIR gets summary.json, steps.png, steps.jsonl (one line per step) and train.log.
+A tiny GPT learns to spell words backward: a short supervised warm-up, then GRPO with agentic
+rollouts that each emit one to five samples. Two processes run Megatron's own ``pretrain``; every
+step has as many rollouts as were made. DIR gets summary.json, steps.png, plan.png, report.html, and
+a folder for each seed with rollouts, checkpoints, step reports and logs.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
-import shutil
+import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from examples.demo.charts import draw_steps
-from examples.demo.results import print_table, step_line, summary, write_summary
-from examples.demo.training import REPOSITORY, TrainingFailed, train
-from examples.demo.worked_solutions import Written, write_worked_solutions
-from megatron_dynbatch.report import StepReport
-
-MAX_TOKENS_PER_GPU = 1024
-STEP_SIZES = (4, 20)
-SCRIPT = REPOSITORY / "examples" / "pretrain_gpt_sft.py"
+from examples.demo.charts import draw_plan, draw_steps
+from examples.demo.control import control_lines, fixed_batch_control
+from examples.demo.html_report import write_html
+from examples.demo.results import print_table, rise, step_rows
+from examples.demo.runs import LAYOUTS, SeedRun, Settings
+from examples.demo.training import TrainingFailed, read_json_lines
+from megatron_dynbatch import RolloutDirectory
+from megatron_dynbatch.plan import Plan, make_plan
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m examples.demo", description=__doc__.split("\n")[0].split(": ")[1]
+        prog="python -m examples.demo",
+        description="Reinforcement learning on the real Megatron, on two CPU processes.",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for all results")
-    parser.add_argument("--steps", type=int, default=60, help="training steps (default: 60)")
-    parser.add_argument("--seed", type=int, default=1)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="for all results")
+    add("--seeds", type=int, default=1, metavar="N", help="train seeds 1 to N (default: 1)")
+    add("--layout", choices=LAYOUTS, default="dp2", help="what the two processes share")
+    add("--resume", action="store_true", help="go on where an earlier run in DIR stopped")
+    add("--steps", type=int, default=Settings.steps, help="steps of reinforcement learning")
+    add("--groups", type=int, default=Settings.groups, help="prompt groups per batch, on average")
+    add("--shuffle-advantages", action="store_true", help="control: nothing is learned then")
     return parser.parse_args(argv)
 
 
-def megatron_arguments(written: Written, out: Path) -> list[str]:
-    """The script with a small GPT, and the plugin's flags."""
-    return [
-        str(SCRIPT),
-        # the model
-        "--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4",
-        "--position-embedding-type", "rope", "--max-position-embeddings", str(MAX_TOKENS_PER_GPU),
-        "--attention-dropout", "0", "--hidden-dropout", "0",
-        "--tokenizer-type", "NullTokenizer", "--vocab-size", str(written.vocab_size),
-        # the training: horizons count rollouts
-        "--lr", "3e-3", "--min-lr", "3e-4", "--lr-decay-style", "cosine",
-        "--train-samples", str(written.num_rollouts),
-        "--lr-decay-samples", str(written.num_rollouts),
-        "--lr-warmup-samples", str(written.num_rollouts // 10),
-        "--adam-beta2", "0.95", "--clip-grad", "1.0", "--eval-iters", "0", "--log-interval", "1",
-        # the plugin
-        "--dynamic-global-batch", "--rollout-path", str(out / "rollouts"),
-        "--rollouts-per-step", "batch", "--max-tokens-per-gpu", str(MAX_TOKENS_PER_GPU),
-        "--step-report", str(out / "steps.jsonl"),
-    ]  # fmt: skip
-
-
-def prepare(out: Path) -> None:
-    """Make the folder, and remove what an earlier demo left there."""
-    out.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(out / "rollouts", ignore_errors=True)
-    for name in ("steps.jsonl", "train.log", "summary.json", "steps.png"):
-        (out / name).unlink(missing_ok=True)
-
-
-def run(out: Path, num_steps: int, seed: int) -> None:
-    """Write the rollouts, train on them, and show what came out."""
+def run_all(arguments: argparse.Namespace) -> None:
+    """Train every seed, then show what came out."""
     start = time.monotonic()
-    out = out.resolve()
-    prepare(out)
-    draw = random.Random(seed)
-    sizes = [draw.randint(*STEP_SIZES) for _ in range(num_steps)]
-    written = write_worked_solutions(out / "rollouts", sizes, seed)
-    print(
-        f"{written.num_rollouts} rollouts with {written.num_samples} worked solutions, vocabulary "
-        f"of {written.vocab_size} words; training {num_steps} steps on two processes",
-        flush=True,
+    settings = Settings(
+        layout=arguments.layout,
+        steps=arguments.steps,
+        groups=arguments.groups,
+        shuffle_advantages=arguments.shuffle_advantages,
+        resume=arguments.resume,
     )
-    reports: list[StepReport] = []
+    out = arguments.out.resolve()
+    runs = [SeedRun(out / f"seed-{k}", k, settings) for k in range(1, arguments.seeds + 1)]
+    for run in runs:
+        print(f"seed {run.seed}: {settings.layout}, {settings.steps} steps", flush=True)
+        run.run()
+    show(out, runs, time.monotonic() - start)
 
-    def on_step(report: StepReport) -> None:
-        reports.append(report)
-        print(step_line(report, num_steps), flush=True)
 
-    train(megatron_arguments(written, out), out / "steps.jsonl", out / "train.log", on_step)
-    if len(reports) != num_steps:
-        raise TrainingFailed(f"{len(reports)} steps were trained instead of {num_steps}")
-    print_table(reports)
-    write_summary(out / "summary.json", summary(reports, time.monotonic() - start))
-    draw_steps(reports, "Supervised training with a global batch per step", out / "steps.png")
-    print(f"summary.json, steps.png and train.log are in {out}")
+def rows_of(run: SeedRun) -> list[dict[str, Any]]:
+    """Numbers of a seed's steps."""
+    return step_rows(
+        run.reports(),
+        read_json_lines(run.episodes_file),
+        LAYOUTS[run.settings.layout],
+        run.settings.plan_options,
+    )
+
+
+def show(out: Path, runs: list[SeedRun], seconds: float) -> None:
+    """Table, summary.json, pictures and the page."""
+    rows = {run.seed: rows_of(run) for run in runs}
+    first = runs[0]
+    first_rows = rows[first.seed]
+    layout = LAYOUTS[first.settings.layout]
+    batches = {row["batch_id"]: None for row in first_rows}
+    directory = RolloutDirectory(first.rollouts)
+    control = fixed_batch_control(map(directory.index, batches), first_rows, layout.dp)
+    print_table(first_rows)
+    for line in control_lines(control):
+        print(line)
+    risen = {seed: rise(own) for seed, own in rows.items()}
+    for seed, (before, after) in risen.items():
+        print(
+            f"seed {seed}: mean reward {before:.3f} in the first fifth of the steps, {after:.3f} "
+            f"in the last: {after - before:+.3f}"
+        )
+    summary = {
+        "seconds": round(seconds, 1),
+        "layout": first.settings.layout,
+        "seeds": [
+            {"seed": seed, "reward_first_fifth": risen[seed][0],
+             "reward_last_fifth": risen[seed][1], "steps": own}
+            for seed, own in rows.items()
+        ],
+        "control": control,
+    }  # fmt: skip
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    draw_steps(rows, out / "steps.png")
+    plan_step = draw_largest_plan(first, out / "plan.png")
+    write_page(out, first, plan_step, control_lines(control), first_rows, risen[first.seed])
+    print(f"summary.json, steps.png, plan.png and report.html are in {out}")
+
+
+def draw_largest_plan(run: SeedRun, path: Path) -> int:
+    """Draw the plan of the step with most samples; returns its iteration."""
+    report = max(run.reports(), key=lambda r: r.num_samples)
+    plan = plan_of(run, report.batch_id)
+    draw_plan(plan, report.step_index, path)
+    return report.iteration
+
+
+def plan_of(run: SeedRun, batch_id: int) -> Plan:
+    """The plan that training made for a batch: planning is deterministic."""
+    index = RolloutDirectory(run.rollouts).index(batch_id)
+    return make_plan(index, LAYOUTS[run.settings.layout], run.settings.plan_options)
+
+
+def write_page(
+    out: Path,
+    run: SeedRun,
+    plan_step: int,
+    control: list[str],
+    rows: list[dict[str, Any]],
+    risen: tuple[float, float],
+) -> None:
+    """Write report.html."""
+    reports = run.reports()
+    sizes = [r.step_global_batch_size for r in reports]
+    write_html(
+        out / "report.html",
+        subtitle=f"Spelling words backward; Megatron on two CPU processes, {run.settings.layout}",
+        figures={
+            "mean reward, first → last fifth": f"{risen[0]:.2f} → {risen[1]:.2f}",
+            "rollouts per step": f"{min(sizes)} to {max(sizes)}",
+            "rollouts": f"{sum(sizes):,}",
+            "samples": f"{sum(r.num_samples for r in reports):,}",
+            "dummy micro-batches": str(sum(r.num_dummies for r in reports)),
+        },
+        steps_png=out / "steps.png",
+        plan_png=out / "plan.png",
+        plan_step=plan_step,
+        control=control,
+        seed=run.seed,
+        rows=rows,
+    )
 
 
 def main() -> int:
     """Exit code 1 with the reason if training failed."""
     arguments = parse_arguments()
     try:
-        run(arguments.out, arguments.steps, arguments.seed)
+        run_all(arguments)
     except TrainingFailed as error:
         print(f"the demo failed: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; go on with --resume", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -1,81 +1,108 @@
-"""What the steps were and what they gave: a line, a table, summary.json."""
+"""What the steps were and what they gave: lines, tables, numbers for summary.json."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.report import StepReport
 
-LOSS = "lm loss"
+_ROWS_SHOWN = 24
 
 
-def step_line(report: StepReport, num_steps: int) -> str:
-    """One line about a step that just ran."""
+def warm_up_line(report: StepReport, num_steps: int) -> str:
+    """One line about a supervised step that just ran."""
+    return f"warm-up {_sizes(report, num_steps)}  loss {report.metrics['lm loss']:.3f}"
+
+
+def policy_line(report: StepReport, reward: float, num_steps: int) -> str:
+    """One line about a step of reinforcement learning that just ran."""
+    clipped = report.metrics["clip_fraction"]
+    return f"step {_sizes(report, num_steps)}  reward {reward:.3f}  clipped {clipped:.1%}"
+
+
+def _sizes(report: StepReport, num_steps: int) -> str:
     return (
-        f"step {report.iteration:>3}/{num_steps}  {report.step_global_batch_size:>3} rollouts  "
-        f"{report.num_samples:>3} samples  {report.num_microbatches:>2} micro-batches per rank  "
-        f"{report.num_tokens:>6,} tokens  loss {report.metrics[LOSS]:.4f}  "
-        f"grad norm {report.grad_norm or 0:.3f}  lr {report.learning_rate or 0:.2e}"
+        f"{report.iteration:>3}/{num_steps}  {report.step_global_batch_size:>2} rollouts  "
+        f"{report.num_samples:>3} samples  {report.num_microbatches} micro-batches  "
+        f"lr {report.learning_rate or 0:.1e}"
     )
 
 
-def print_table(reports: Sequence[StepReport]) -> None:
-    """A table with one row per step."""
+def step_rows(
+    reports: Sequence[StepReport],
+    episodes: Sequence[Mapping[str, Any]],
+    layout: ParallelLayout,
+    options: PlanOptions,
+) -> list[dict[str, Any]]:
+    """The numbers of each step, as summary.json has them.
+
+    Args:
+        reports: One per step.
+        episodes: One per batch of rollouts.
+        layout: The layout that trained.
+        options: The options that planned.
+    """
+    by_batch = {line["batch_id"]: line for line in episodes}
+    capacity = options.capacity(layout)
+    assert capacity is not None
+    return [
+        {
+            "iteration": r.iteration,
+            "batch_id": r.batch_id,
+            "reward": by_batch[r.batch_id]["reward"],
+            "solved_at_once": by_batch[r.batch_id]["solved_at_once"],
+            "G": r.step_global_batch_size,
+            "samples": r.num_samples,
+            "M": r.num_microbatches,
+            "M_bound": max(1, math.ceil(r.num_tokens / (capacity * layout.dp))),
+            "dummies": r.num_dummies,
+            "tokens": r.num_tokens,
+            "trained_tokens": r.num_trained_tokens,
+            "fill": r.fill,
+            "loss": r.metrics["loss"],
+            "clip_fraction": r.metrics["clip_fraction"],
+            "kl": r.metrics["approx_kl"],
+            "grad_norm": r.grad_norm,
+            "learning_rate": r.learning_rate,
+            "consumed_rollouts": r.consumed_rollouts,
+        }
+        for r in reports
+    ]
+
+
+def rise(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Mean reward of the first and of the last fifth of the steps."""
+    fifth = max(1, len(rows) // 5)
+    rewards = [row["reward"] for row in rows]
+    return sum(rewards[:fifth]) / fifth, sum(rewards[-fifth:]) / fifth
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Steps in even distances, at most some two dozen of them."""
     table = Table(
         box=SIMPLE_HEAD,
-        title="One row per training step",
+        padding=(0, 1, 0, 0),
+        title=f"Steps (all {len(rows)} are in summary.json)",
         title_justify="left",
-        caption="G: rollouts of the step; M: micro-batches per rank",
+        caption="G: rollouts; M: micro-batches per rank / least possible",
         caption_justify="left",
     )
     for heading in (
-        "step", "G", "samples", "M", "tokens", "fill", "loss", "grad norm", "LR",
+        "step", "reward", "G", "samples", "M", "tokens", "fill", "loss", "clip", "KL", "LR",
     ):  # fmt: skip
         table.add_column(heading, justify="right", no_wrap=True)
-    for r in reports:
+    for row in rows[:: max(1, math.ceil(len(rows) / _ROWS_SHOWN))]:
         table.add_row(
-            str(r.iteration), str(r.step_global_batch_size), str(r.num_samples),
-            str(r.num_microbatches), f"{r.num_tokens:,}", f"{r.fill:.0%}",
-            f"{r.metrics[LOSS]:.4f}", f"{r.grad_norm or 0:.3f}", f"{r.learning_rate or 0:.2e}",
+            str(row["iteration"]), f"{row['reward']:.2f}", str(row["G"]), str(row["samples"]),
+            f"{row['M']}/{row['M_bound']}", f"{row['tokens']:,}", f"{row['fill']:.0%}",
+            f"{row['loss']:.3f}", f"{row['clip_fraction']:.0%}", f"{row['kl']:.3f}",
+            f"{row['learning_rate']:.1e}",
         )  # fmt: skip
     Console().print(table)
-
-
-def summary(reports: Sequence[StepReport], seconds: float) -> dict[str, Any]:
-    """What `summary.json` holds: totals, and the numbers of each step."""
-    return {
-        "num_steps": len(reports),
-        "num_rollouts": sum(r.step_global_batch_size for r in reports),
-        "num_samples": sum(r.num_samples for r in reports),
-        "num_tokens": sum(r.num_tokens for r in reports),
-        "seconds": round(seconds, 1),
-        "steps": [
-            {
-                "iteration": r.iteration,
-                "G": r.step_global_batch_size,
-                "samples": r.num_samples,
-                "M": r.num_microbatches,
-                "dummies": r.num_dummies,
-                "tokens": r.num_tokens,
-                "trained_tokens": r.num_trained_tokens,
-                "fill": r.fill,
-                "loss": r.metrics[LOSS],
-                "grad_norm": r.grad_norm,
-                "learning_rate": r.learning_rate,
-                "consumed_rollouts": r.consumed_rollouts,
-            }
-            for r in reports
-        ],
-    }
-
-
-def write_summary(path: Path, values: dict[str, Any]) -> None:
-    """Write `summary.json`."""
-    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,84 @@
+"""The demo's two trainings on the real Megatron: on-policy, resumable, the same in every layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.demo.results import rise, step_rows
+from examples.demo.runs import LAYOUTS, SeedRun, Settings
+from examples.demo.training import read_json_lines
+from tests.pool import run_ranks
+
+RANKS = 2
+
+
+def launch_rank(arguments: list[str]) -> None:
+    """What `megatron_dynbatch.run --cpu` does with these arguments."""
+    from megatron_dynbatch import hooks
+    from megatron_dynbatch.run import parse_launch, run_target
+
+    hooks.install()
+    launch = parse_launch(arguments)
+    assert launch is not None
+    run_target(launch)
+
+
+def train_policy(run: SeedRun) -> list[dict[str, float]]:
+    """Step reports of the reinforcement learning, metrics among the other numbers."""
+    run_ranks(RANKS, launch_rank, run.policy_launch(), process_group=False)
+    return [{**vars_of(report), **report.metrics} for report in run.reports()]
+
+
+def vars_of(report: object) -> dict[str, float]:
+    values = dataclasses.asdict(report)  # type: ignore[call-overload]
+    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+
+
+def warmed_up(folder: Path, settings: Settings) -> SeedRun:
+    """A seed whose warm-up is done."""
+    run = SeedRun(folder, 1, settings)
+    folder.mkdir(exist_ok=True)
+    run.write_demonstrations()
+    run_ranks(RANKS, launch_rank, run.warm_up_launch(), process_group=False)
+    return run
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_generator_agrees_with_megatron_in_every_layout(layout: str, tmp_path: Path) -> None:
+    run = warmed_up(tmp_path / "seed", Settings(layout=layout, steps=4, groups=12))
+    steps = train_policy(run)
+    assert len(steps) == 4
+    for step in steps:
+        if step["step_index"] == 0:
+            # Trained by the weights that sampled: every ratio is 1 up to float32.
+            assert step["ratio"] == pytest.approx(1.0, abs=1e-5)
+            assert abs(step["approx_kl"]) < 1e-6
+            assert step["clip_fraction"] == 0.0
+    assert len({step["num_samples"] for step in steps}) > 1
+
+
+def test_a_resumed_run_repeats_what_was_lost(tmp_path: Path) -> None:
+    run = warmed_up(tmp_path / "seed", Settings(steps=8, groups=12))
+    whole = train_policy(run)
+    # As if killed after the eighth step: the last checkpoint is that of the fifth.
+    (run.checkpoint / "latest_checkpointed_iteration.txt").write_text("5")
+    before = read_json_lines(run.steps_file)
+    again = train_policy(run)
+    lines = read_json_lines(run.steps_file)
+    assert [line["iteration"] for line in lines[len(before) :]] == [6, 7, 8]
+    assert again == whole
+
+
+def test_shuffled_advantages_teach_nothing(tmp_path: Path) -> None:
+    settings = Settings(steps=40, groups=12, shuffle_advantages=True)
+    run = warmed_up(tmp_path / "seed", settings)
+    train_policy(run)
+    episodes = read_json_lines(run.episodes_file)
+    rows = step_rows(run.reports(), episodes, LAYOUTS["dp2"], settings.plan_options)
+    before, after = rise(rows)
+    assert after - before < 0.1
+    assert np.isfinite([row["loss"] for row in rows]).all()
