@@ -1,0 +1,138 @@
+"""doctor: what it sees in the installed Megatron, in a patched one, and beside other plugins."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dynbatch.cli import doctor, source_patch
+from megatron_dynbatch.cli.environment import Check
+from megatron_dynbatch.cli.main import main
+from megatron_dynbatch.cli.sites import installed_root
+from megatron_dynbatch.cli.tree import Tree
+from megatron_dynbatch.hooks.registry import SITES
+from tests.pool import ROOT, run_ranks
+
+FLAGS = ("--dynamic-global-batch --rollout-path there --rollouts-per-step 4 "
+         "--max-tokens-per-gpu 64 --num-layers 2").split()  # fmt: skip
+WRAPPER = """
+from megatron.training import training
+kept = training.train_step
+def logged_step(*args, **kwargs):
+    return kept(*args, **kwargs)
+training.train_step = logged_step
+training.training_log = lambda *args, **kwargs: None
+"""
+
+
+def _in_rank(arguments: tuple[str, ...], folder: str) -> tuple[int, dict[str, Any]]:
+    sys.path.insert(0, folder)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main(["doctor", "--json", *arguments])
+    return code, json.loads(out.getvalue())
+
+
+def run(*arguments: str, folder: Path) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON of a doctor in a process that has just imported Megatron."""
+    (answer,) = run_ranks(1, _in_rank, arguments, str(folder), process_group=False)
+    return answer
+
+
+def run_in_tree(*arguments: str, tree: Path) -> tuple[int, dict[str, Any]]:
+    """The same with another Megatron."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_dynbatch.cli.main", "doctor", "--json", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)])},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.stdout, done.stderr[-3000:]
+    return done.returncode, json.loads(done.stdout)
+
+
+def by_name(section: list[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {line["name"]: line for line in section}
+
+
+def test_a_good_installation_and_command_line(tmp_path: Path) -> None:
+    code, report = run("--cpu", "--", *FLAGS, "--my-own-option", "1", folder=tmp_path)
+    assert (code, report["ok"]) == (0, True)
+    environment = by_name(report["environment"])
+    root = installed_root()
+    assert root is not None
+    assert environment["megatron-core"]["found"] == f"{Tree(root).label} ({root.resolve()}), tested"
+    assert {"torch", "CUDA", "transformer-engine", "apex", "ray"} <= environment.keys()
+    assert environment["reduction kernels"]["found"].startswith("torch implementation")
+    expected = {found.site.name: found for found in Tree(root).find_sites()}
+    for site in SITES:
+        numbers = ",".join(str(node.lineno) for node in expected[site.name].nodes)
+        found = by_name(report["sites"])[site.name]["found"]
+        assert found.startswith("matched; ") and found.endswith(f".py:{numbers}")
+    assert by_name(report["command line"])["--dynamic-global-batch"]["found"] == (
+        "nothing is refused"
+    )
+
+
+def test_other_plugins_and_refused_flags_are_named(tmp_path: Path) -> None:
+    (tmp_path / "wrapper.py").write_text(WRAPPER)
+    code, report = run("--import", "wrapper", folder=tmp_path)
+    assert (code, report["ok"]) == (1, False)
+    sites = by_name(report["sites"])
+    wrapped = sites["scheduler increment"]
+    assert "matched, wrapped by wrapper.logged_step (" in wrapped["found"]
+    assert f"{tmp_path}/wrapper.py:4)" in wrapped["found"] and wrapped["problem"] is None
+    assert "training_log was replaced by wrapper.<lambda>" in sites["logged batch size"]["problem"]
+
+
+def test_a_patched_tree_is_recognised(tmp_path: Path) -> None:
+    root = installed_root()
+    assert root is not None
+    shutil.copytree(root / "megatron", tmp_path / "tree" / "megatron")
+    for name, text in source_patch.patched(Tree(root)).items():
+        (tmp_path / "tree" / Tree(root).module(name).file).write_text(text)
+    code, report = run_in_tree(
+        "--", *FLAGS, "--perform-rl-step", "--rampup-batch-size", "1", "1", "1",
+        tree=tmp_path / "tree",
+    )  # fmt: skip
+    lines = report["sites"] + report["seams"]
+    assert lines and all(line["found"].startswith("in the source; ") for line in lines)
+    assert code == 1
+    refused = {line["name"]: line["problem"] for line in report["command line"]}
+    assert refused["--perform-rl-step"] == (
+        "--perform-rl-step: it has its own data and batch sizes"
+    )
+    assert "--rampup-batch-size" in refused
+
+
+@pytest.mark.parametrize("problems", [0, 2])
+def test_text_and_exit_code(
+    problems: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = [Check(f"part {n}", "broken", f"mend part {n}") for n in range(problems)]
+    report = {"environment": [Check("torch", "9.9"), *bad]}
+    monkeypatch.setattr(doctor, "examine", lambda *arguments: report)
+    assert main(["doctor"]) == (1 if problems else 0)
+    out = capsys.readouterr().out
+    assert "ok  torch" in out and "9.9" in out
+    assert f"{problems} problems" in out
+    assert out.count("!!") == problems
+    if problems:
+        assert "  1. mend part 0\n  2. mend part 1" in out
+
+
+def test_a_plugin_that_cannot_be_imported_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "environment", lambda: [])
+    assert main(["doctor", "--import", "no_such_plugin"]) == 2
+    assert "--import no_such_plugin: No module named" in capsys.readouterr().err
