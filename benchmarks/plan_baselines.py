@@ -8,6 +8,7 @@ Only the loop around a packer (equal counts on all ranks) is written here.
 
 from __future__ import annotations
 
+import heapq
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -66,6 +67,28 @@ def _differencing(costs: Sequence[int], dp: int) -> list[list[int]]:
 def _equal_counts(ranks: Ranks) -> Ranks:
     count = max(len(rank) for rank in ranks)
     return [rank + [[] for _ in range(count - len(rank))] for rank in ranks]
+
+
+def longest_processing_time(
+    lengths: list[int], costs: list[int], dp: int, cap: int, count: int
+) -> Ranks | None:
+    """LPT into dp · count micro-batches under the cap, rows of like cost; None if it fails."""
+    loads = [(0, number) for number in range(dp * count)]
+    rooms = [cap] * (dp * count)
+    bins: list[list[int]] = [[] for _ in range(dp * count)]
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        full: list[tuple[int, int]] = []
+        while loads and rooms[loads[0][1]] < lengths[item]:
+            full.append(heapq.heappop(loads))
+        if not loads:
+            return None
+        load, number = heapq.heappop(loads)
+        bins[number].append(item)
+        rooms[number] -= lengths[item]
+        for entry in [*full, (load + costs[item], number)]:
+            heapq.heappush(loads, entry)
+    bins.sort(key=lambda members: -sum(costs[i] for i in members))
+    return [bins[rank::dp] for rank in range(dp)]
 
 
 BASELINES: dict[str, Packer] = {

@@ -53,7 +53,10 @@ def loss_denominator(index: SampleIndex, rows: NDArray[np.int64], options: PlanO
         counts = index.mask_sums[rows]
     else:
         units = _units(index, reduction)
-        counts = _unit_sums(units, rows, index.mask_sums)[np.unique(units[rows])]
+        sums = _unit_sums(units, rows, index.mask_sums)
+        is_present = np.zeros(sums.size, dtype=bool)
+        is_present[units[rows]] = True
+        counts = sums[is_present]
     if options.empty_rollouts == "skip":
         return int(np.count_nonzero(counts))
     return int(counts.size)

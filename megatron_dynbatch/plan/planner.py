@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,37 +41,43 @@ def make_plan(
     oversize = oversize_rows(index, layout, options)
     if oversize.size and options.oversize == "error":
         _reject_oversize(index, oversize, layout, options)
-    kept = np.arange(len(index.total_lengths))
+    is_kept = np.ones(len(index), dtype=bool)
     if options.oversize == "drop":
-        kept = np.setdiff1d(kept, oversize)
-    kept_index = index.take(kept)
+        is_kept[oversize] = False
     steps: list[StepPlan] = []
-    planned: list[NDArray[np.int64]] = []
-    if kept.size:
-        order = np.argsort(kept_index.rollout_indices, kind="stable")
-        starts = np.searchsorted(
-            kept_index.rollout_indices[order], np.arange(kept_index.num_rollouts + 1)
-        )
-        for rollouts in split_steps(kept_index, steps_options):
-            pieces = [order[starts[rollout] : starts[rollout + 1]] for rollout in rollouts]
-            rows = np.sort(kept[np.concatenate(pieces)])
-            steps.append(_plan_step(index, rows, len(rollouts), layout, options))
-            planned.append(rows)
-    rows = np.sort(np.concatenate(planned)) if planned else np.zeros(0, dtype=np.int64)
-    left_over = np.setdiff1d(kept, rows)
-    carries = steps_options.leftover == "carry"
-    gone = np.setdiff1d(np.arange(len(index.total_lengths)), kept)
-    dropped = gone if carries else np.sort(np.concatenate([gone, left_over]))
+    is_planned = np.zeros(len(index), dtype=bool)
+    for rows, num_rollouts in _step_rows(index, np.flatnonzero(is_kept), steps_options):
+        steps.append(_plan_step(index, rows, num_rollouts, layout, options))
+        is_planned[rows] = True
+    is_carried = is_kept & ~is_planned & (steps_options.leftover == "carry")
     return Plan(
         layout=layout,
         options=options,
         index=index,
         steps=tuple(steps),
-        sample_denoms=sample_denominators(index, rows, options),
-        carried=tuple(left_over.tolist()) if carries else (),
-        dropped=tuple(dropped.tolist()),
+        sample_denoms=sample_denominators(index, np.flatnonzero(is_planned), options),
+        carried=tuple(np.flatnonzero(is_carried).tolist()),
+        dropped=tuple(np.flatnonzero(~is_planned & ~is_carried).tolist()),
         oversize=tuple(oversize.tolist()),
     )
+
+
+def _step_rows(
+    index: SampleIndex, kept: NDArray[np.int64], options: PlanOptions
+) -> Iterator[tuple[NDArray[np.int64], int]]:
+    """Sample rows of each step, ascending, and the number of rollouts that they are."""
+    if not kept.size:
+        return
+    kept_index = index if kept.size == len(index) else index.take(kept)
+    rollout_of = kept_index.rollout_indices
+    by_rollout = np.argsort(rollout_of, kind="stable")
+    ends = np.cumsum(np.bincount(rollout_of))
+    for rollouts in split_steps(kept_index, options):
+        if rollouts.size == kept_index.num_rollouts:
+            yield kept, int(rollouts.size)
+            continue
+        pieces = [by_rollout[ends[i - 1] if i else 0 : ends[i]] for i in rollouts.tolist()]
+        yield np.sort(kept[np.concatenate(pieces)]), int(rollouts.size)
 
 
 def _plan_step(

@@ -143,10 +143,12 @@ def _whole_groups(index: SampleIndex) -> list[list[int]]:
 
 def _fill(sizes: Sequence[int], limit: int | None) -> list[list[int]]:
     """Consecutive units, each step filled while its size stays within `limit`."""
+    if limit is None:
+        return [list(range(len(sizes)))]
     steps: list[list[int]] = []
     filled = 0
     for unit, size in enumerate(sizes):
-        if not steps or (limit is not None and filled + size > limit):
+        if not steps or filled + size > limit:
             steps.append([])
             filled = 0
         steps[-1].append(unit)
@@ -195,11 +197,11 @@ def _validate(steps: list[NDArray[np.int64]], index: SampleIndex, options: PlanO
                 f"step splitter {name!r}: step {number} names rollout {int(bad[0])}, but the "
                 f"batch has rollouts 0 to {index.num_rollouts - 1}"
             )
-        values, counts = np.unique(step, return_counts=True)
-        doubled = values[(counts > 1) | (step_of_rollout[values] >= 0)]
+        counts = np.bincount(step, minlength=index.num_rollouts)
+        doubled = step[(counts[step] > 1) | (step_of_rollout[step] >= 0)]
         if doubled.size:
             raise PlanError(
-                f"step splitter {name!r}: rollout {int(doubled[0])} appears a second time in "
+                f"step splitter {name!r}: rollout {int(doubled.min())} appears a second time in "
                 f"step {number}"
             )
         step_of_rollout[step] = number
