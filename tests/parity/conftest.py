@@ -1,15 +1,21 @@
-"""Rollouts and references that the whole suite shares."""
+"""Rollouts and references that the whole suite shares; the page of a whole run."""
 
 from __future__ import annotations
 
 import functools
+import os
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.parity.page import Found, page
 from tests.parity.reference import Recipe, ReferenceStep, train
 from tests.parity.rollouts import SHORT_SIZES, make_steps, write_batches
+from tests.pool import ROOT
+
+_measured: dict[str, list[tuple[str, Found]]] = defaultdict(list)
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +44,16 @@ def short_reference() -> Callable[[Recipe], list[ReferenceStep]]:
 def reference() -> Callable[[Recipe], list[ReferenceStep]]:
     """What the independent loop does with these steps under a recipe; computed once each."""
     return functools.cache(lambda recipe: train(make_steps(), recipe))
+
+
+@pytest.fixture(scope="session")
+def record() -> Callable[[str, str, Found], None]:
+    """Put what a cell measured into a table of the page: (table, row, quantity → value)."""
+    return lambda table, row, found: _measured[table].append((row, found))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A whole run in which everything passed writes docs/parity.md."""
+    is_whole = os.environ.get("PARITY") == "full" and not session.config.getoption("keyword")
+    if is_whole and exitstatus == pytest.ExitCode.OK and len(_measured) > 1:
+        (ROOT / "docs" / "parity.md").write_text(page(_measured), encoding="utf-8")

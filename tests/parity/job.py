@@ -44,6 +44,7 @@ class Cell:
         plugin: Whether the hooks are installed.
         overwrite_weights: Start from the architecture's initial parameters (not at a resume).
         prepare: Called on every rank before the script starts; picklable.
+        exit_code: With which Megatron may end the process.
     """
 
     ranks: int = 1
@@ -54,6 +55,7 @@ class Cell:
     plugin: bool = True
     overwrite_weights: bool = True
     prepare: Callable[[], None] | None = None
+    exit_code: int = 0
 
     def argv(self) -> list[str]:
         """The script's command line."""
@@ -143,9 +145,11 @@ def run_rank(cell: Cell) -> Observed:
     _observe(observed, cell)
     try:
         run_target(Launch(str(cell.script), False, tuple(cell.argv()), cpu=True))
-    except SystemExit as end:  # --exit-interval
-        if end.code:
+    except SystemExit as end:  # --exit-interval, for example
+        if (end.code or 0) != cell.exit_code:
             raise
+    else:
+        assert cell.exit_code == 0, f"Megatron did not end with exit code {cell.exit_code}"
     return observed
 
 

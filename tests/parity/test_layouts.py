@@ -15,10 +15,12 @@ import pytest
 from tests.parity.compare import deviations
 from tests.parity.job import OWN_SCRIPT, Cell, run_cell
 from tests.parity.layouts import FAST, REST, Layout
+from tests.parity.page import Found
 from tests.parity.reference import Recipe, ReferenceStep
 from tests.parity.rollouts import batch_flags
 
 Reference = Callable[[Recipe], list[ReferenceStep]]
+Record = Callable[[str, str, Found], None]
 
 full = pytest.mark.skipif(os.environ.get("PARITY") != "full", reason="run by `make parity`")
 
@@ -35,13 +37,14 @@ def name_of(value: object) -> str:
     ids=name_of,
 )
 def test_a_stock_script_equals_the_independent_loop(
-    layout: Layout, reduction: str, rollout_path: Path, reference: Reference
+    layout: Layout, reduction: str, rollout_path: Path, reference: Reference, record: Record
 ) -> None:
     recipe = Recipe(reduction=reduction)
     flags = {**batch_flags(rollout_path), "loss-reduction": reduction, **layout.flags()}
     found = deviations(
         run_cell(Cell(layout.ranks, flags, recipe)), reference(recipe), tensors=False
     )
+    record("float32", f"{layout.name}, {reduction}", found)
     assert found["metrics"] < 1e-5
     assert found["grad norm"] < 1e-5
     assert found["learning rate"] < 1e-12
@@ -52,7 +55,7 @@ def test_a_stock_script_equals_the_independent_loop(
     "layout", [*FAST, *(pytest.param(layout, marks=full) for layout in REST)], ids=name_of
 )
 def test_float64_gradients_equal_those_of_the_independent_loop(
-    layout: Layout, rollout_path: Path, reference: Reference
+    layout: Layout, rollout_path: Path, reference: Reference, record: Record
 ) -> None:
     # Megatron clips float32 gradients only.
     recipe = Recipe(clip_grad=0.0)
@@ -63,6 +66,7 @@ def test_float64_gradients_equal_those_of_the_independent_loop(
     }
     cell = Cell(layout.ranks, flags, recipe, script=OWN_SCRIPT)
     found = deviations(run_cell(cell), reference(recipe))
+    record("float64", layout.name, found)
     assert found["gradients"] < 1e-9
     assert found["parameters"] < 1e-9
     assert found["metrics"] < 1e-9

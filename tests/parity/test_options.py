@@ -16,7 +16,7 @@ from tests.parity.layouts import Layout
 from tests.parity.reference import Recipe
 from tests.parity.rollouts import SHORT_SIZES, batch_flags
 from tests.parity.splits import SPLITS, split_by
-from tests.parity.test_layouts import Reference
+from tests.parity.test_layouts import Record, Reference
 
 FACTORS = {
     "layout": (Layout(dp=2), Layout(pp=2), Layout(cp=2), Layout(tp=2), Layout(pp=2, vpp=2)),
@@ -90,12 +90,14 @@ def test_every_pair_of_options_equals_the_independent_loop(
     choice: dict[str, Any],
     short_path: Path,
     short_reference: Reference,
+    record: Record,
 ) -> None:
     if CELLS.index(choice) >= NUM_FAST and os.environ.get("PARITY") != "full":
         pytest.skip("run by `make parity`")
     steps = short_reference(recipe_of(choice))
     observed = run_cell(cell_of(choice, short_path))
     found = deviations(observed, steps)
+    record("options", name_of(choice), found)
     bar = bar_of(choice)
     assert found["metrics"] < bar
     assert found.get("parameters", 0.0) < bar

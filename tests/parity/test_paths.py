@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.parity.compare import deviations
 from tests.parity.job import NOTES, OWN_SCRIPT, Cell, Observed, run_cell, run_rank
 from tests.parity.layouts import Layout
 from tests.parity.reference import Recipe, train
 from tests.parity.rollouts import SHORT_SIZES, batch_flags, make_steps
-from tests.parity.test_layouts import Reference, name_of
+from tests.parity.test_layouts import Record, Reference, name_of
 from tests.pool import run_ranks
 
 SHORT = Recipe(decay=sum(SHORT_SIZES))
@@ -33,15 +33,19 @@ def exact_cell(path: Path, layout: Layout, **flags: object) -> Cell:
     return Cell(layout.ranks, options, EXACT, script=OWN_SCRIPT)
 
 
-def assert_exact(observed: list[Observed], reference: Reference) -> None:
-    found = deviations(observed, reference(EXACT))
+def assert_exact(
+    observed: list[Observed], reference: Reference, record: Record, row: str, recipe: Recipe = EXACT
+) -> None:
+    """Within 1e-9 of the independent loop, in every quantity."""
+    found = deviations(observed, reference(recipe))
+    record("paths", row, found)
     assert max(found["gradients"], found["parameters"], found["metrics"]) < 1e-9
     assert max(found["learning rate"], found["consumed"]) < 1e-12
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2, cp=2)], ids=name_of)
 def test_recomputed_activations(
-    layout: Layout, short_path: Path, short_reference: Reference
+    layout: Layout, short_path: Path, short_reference: Reference, record: Record
 ) -> None:
     cell = exact_cell(
         short_path,
@@ -50,27 +54,33 @@ def test_recomputed_activations(
         recompute_method="uniform",
         recompute_num_layers=1,
     )
-    assert_exact(run_cell(cell), short_reference)
+    row = f"activations recomputed, {layout.name}"
+    assert_exact(run_cell(cell), short_reference, record, row)
 
 
 @pytest.mark.parametrize("width", [48, 128, 256])
-def test_padding_changes_nothing(width: int, short_path: Path, short_reference: Reference) -> None:
+def test_padding_changes_nothing(
+    width: int, short_path: Path, short_reference: Reference, record: Record
+) -> None:
     # The step with one sample has a dummy of this width.
     cell = exact_cell(short_path, Layout(dp=2), max_tokens_per_gpu=width)
-    assert_exact(run_cell(cell), short_reference)
+    row = f"fixed width {width}, DP2"
+    assert_exact(run_cell(cell), short_reference, record, row)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(cp=2)], ids=name_of)
 def test_every_metric_of_a_policy_loss(
-    layout: Layout, short_path: Path, short_reference: Reference
+    layout: Layout, short_path: Path, short_reference: Reference, record: Record
 ) -> None:
     recipe = dataclasses.replace(EXACT, objective="clip")
     cell = exact_cell(short_path, layout, loss_head="policy", micro_batch_width="variable")
-    found = deviations(run_cell(cell), short_reference(recipe))
-    assert max(found["gradients"], found["parameters"], found["metrics"]) < 1e-9
+    row = f"policy loss with all its metrics, {layout.name}"
+    assert_exact(run_cell(cell), short_reference, record, row, recipe)
 
 
-def test_oversize_samples_run_alone(short_path: Path, short_reference: Reference) -> None:
+def test_oversize_samples_run_alone(
+    short_path: Path, short_reference: Reference, record: Record
+) -> None:
     cell = exact_cell(
         short_path,
         Layout(dp=2),
@@ -78,7 +88,8 @@ def test_oversize_samples_run_alone(short_path: Path, short_reference: Reference
         oversize="alone",
         micro_batch_width="variable",
     )
-    assert_exact(run_cell(cell), short_reference)
+    row = "samples longer than the cap, alone, DP2"
+    assert_exact(run_cell(cell), short_reference, record, row)
 
 
 def test_a_skipped_iteration_consumes_its_rollouts_and_trains_nothing(rollout_path: Path) -> None:
@@ -94,18 +105,27 @@ def test_a_skipped_iteration_consumes_its_rollouts_and_trains_nothing(rollout_pa
         assert row["learning_rate"] == pytest.approx(step.learning_rate, abs=1e-15)
 
 
-def fail_once() -> None:
-    """The second loss that is validated looks like NaN, the first time only."""
-    from megatron.core.rerun_state_machine import RerunStateMachine
+def reject_a_loss(fatal: bool) -> None:
+    """Make Megatron doubt one loss of the second iteration; notes what its rerun machine does.
 
-    validate, calls = RerunStateMachine.validate_result, iter(range(10**6))
+    The first iteration is never validated. The machine finds the same loss again; it goes on if
+    that is not `fatal`, else it wants another machine to try from a checkpoint.
+    """
+    from megatron.core.rerun_state_machine import RerunState, RerunStateMachine
 
-    @functools.wraps(validate)
-    def validate_result(self: Any, result: Any, *positional: Any, **named: Any) -> Any:
-        if next(calls) == 1:
-            NOTES.append("failed")
-            result = torch.full_like(result, math.nan)
-        return validate(self, result, *positional, **named)
+    validate = RerunStateMachine.validate_result
+
+    def validate_result(
+        self: Any, result: Any, rejection_func: Any, *positional: Any, **named: Any
+    ) -> Any:
+        if self.state.name not in NOTES:
+            NOTES.append(self.state.name)
+        is_fresh = NOTES[0] == "INITIAL_RUN"
+        if is_fresh and self.current_iteration == 2 and self.state == RerunState.INITIAL_RUN:
+            rejection_func = bool  # any loss but 0
+        if self.state == RerunState.RERUNNING_FROM_CHECKPOINT:
+            self.suspicious_node = "elsewhere"
+        return validate(self, result, rejection_func, *positional, **{**named, "fatal": fatal})
 
     RerunStateMachine.validate_result = validate_result
 
@@ -115,11 +135,27 @@ def test_a_step_replayed_in_place_trains_once(
     layout: Layout, short_path: Path, short_reference: Reference
 ) -> None:
     flags = {**batch_flags(short_path, SHORT_SIZES), **layout.flags()}
-    observed = run_cell(Cell(layout.ranks, flags, SHORT, prepare=fail_once))
-    assert observed[-1].notes == ["failed"]
+    observed = run_cell(Cell(layout.ranks, flags, SHORT, prepare=partial(reject_a_loss, False)))
+    assert observed[-1].notes == ["INITIAL_RUN", "RERUNNING_IN_PLACE"]
     found = deviations(observed, short_reference(SHORT), tensors=False)
     assert max(found["metrics"], found["grad norm"]) < 1e-5
     assert max(found["learning rate"], found["consumed"]) < 1e-12
+
+
+def test_a_step_run_again_from_a_checkpoint_trains_once(
+    short_path: Path, tmp_path: Path, short_reference: Reference
+) -> None:
+    flags = {**batch_flags(short_path, SHORT_SIZES), **Layout(dp=2).flags()}
+    save = {"save": tmp_path, "save-interval": 100}
+    doubt, trust = partial(reject_a_loss, True), partial(reject_a_loss, False)
+    first = run_cell(Cell(2, {**flags, **save}, SHORT, prepare=doubt, exit_code=16))
+    load = {"load": tmp_path}
+    second = run_cell(Cell(2, {**flags, **load}, SHORT, prepare=trust, overwrite_weights=False))
+    assert second[-1].notes[0] == "RERUNNING_FROM_CHECKPOINT"
+    for observed, steps in ((first, slice(0, 1)), (second, slice(1, None))):
+        found = deviations(observed, short_reference(SHORT)[steps], tensors=False)
+        assert max(found["metrics"], found["grad norm"]) < 1e-5
+        assert max(found["learning rate"], found["consumed"]) < 1e-12
 
 
 def test_an_overflowed_step_counts_its_rollouts_but_moves_no_schedule(short_path: Path) -> None:
@@ -208,9 +244,10 @@ def run_twice(cell: Cell) -> tuple[Observed, Observed]:
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=name_of)
 def test_a_second_training_in_one_process_is_like_the_first(
-    layout: Layout, short_path: Path, short_reference: Reference
+    layout: Layout, short_path: Path, short_reference: Reference, record: Record
 ) -> None:
     cell = exact_cell(short_path, layout)
     pairs = run_ranks(layout.ranks, run_twice, cell)
     for number in (0, 1):
-        assert_exact([pair[number] for pair in pairs], short_reference)
+        row = f"training {number + 1} in one process, {layout.name}"
+        assert_exact([pair[number] for pair in pairs], short_reference, record, row)

@@ -1,0 +1,99 @@
+"""docs/parity.md, written from what the tests of a whole run measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+
+Found = Mapping[str, float | str]
+Results = Mapping[str, Sequence[tuple[str, Found]]]
+
+INTRODUCTION = """\
+# Parity: the same training for every layout and every packing
+
+Written by `make parity`; every number here was measured by a test of `tests/parity/`, on the real
+`megatron.training.pretrain` of megatron-core {megatron} with torch {torch}, on CPUs over gloo.
+
+One set of rollouts is trained: uneven steps, 1 to 4 samples per rollout, different lengths, holes
+in the masks and samples without any trained token. Beside it runs an independent loop
+(`tests/parity/reference.py`): one process, one sample at a time, no packing, no padding, no
+micro-batches, none of this package's code, in float64. After every step the two are compared.
+
+Each number is the largest deviation over all steps. `gradients` (before the optimizer) and
+`parameters` (after it) are compared entry by entry for every parameter of the whole model, put
+together from the ranks' shards, relative to the largest entry of that parameter; `metrics` are
+what Megatron reports, the loss among them; `learning rate` and `weight decay` are those in use;
+`consumed` is the difference between counts of rollouts. Megatron computes the gradient norm in
+float32 whatever the weights are.
+"""
+
+TABLES = {
+    "float64": """\
+## Every layout, in float64
+
+A script of one's own, variable width, loss from logits in float64: six steps of 8, 5, 12, 3, 9 and
+8 rollouts. Bar: 1e-9.
+""",
+    "own loop": """\
+## A loop of one's own
+
+`megatron.core` and the plain functions, without `megatron.training` and without hooks. Bar: 1e-9.
+""",
+    "float32": """\
+## An unmodified stock script, in float32
+
+Flags only, fixed width, gradient clipping, AdamW; rounding grows over the steps. Bar: 1e-5.
+""",
+    "options": """\
+## All pairs of options
+
+A covering array: every two values of any two factors meet in some row. Factors: layout; how a step
+is split into micro-batches (`dummies` adds more empty micro-batches than any plan has); reduction;
+loss head (`logits` 2-tuple in float64; `megatron` 2-tuple and `stock` 3-tuple on Megatron's float32
+cross entropy); per-token loss; distributed optimizer; overlapped gradient reduction; width; empty
+rollouts counted or skipped. Steps of 8, 1 and 12 rollouts: the second has fewer samples than ranks.
+Bars: 1e-9 for `logits`, 1e-6 for the other heads, 1e-5 with the distributed optimizer, which
+trains in float32.
+""",
+    "paths": """\
+## Megatron's other paths
+
+Float64 again, bar 1e-9.
+""",
+    "auxiliary": """\
+## Auxiliary losses
+
+Against Megatron itself with the whole step in one unpadded micro-batch on one rank, float32.
+Deviations of loss and gradient norm, of the logged auxiliary loss, and of expert biases.
+""",
+    "mutations": """\
+## What a broken factor looks like
+
+Each row breaks one factor of the arithmetic; the comparison must fail, and says where.
+""",
+}
+
+
+def page(results: Results) -> str:
+    """The whole page as Markdown."""
+    parts = [INTRODUCTION.format(megatron=version("megatron-core"), torch=version("torch"))]
+    for name, text in TABLES.items():
+        if results.get(name):
+            parts += [text, table(results[name])]
+    return "\n".join(parts)
+
+
+def table(rows: Sequence[tuple[str, Found]]) -> str:
+    """One row per cell, one column per quantity; a blank where a cell has not measured it."""
+    columns = list(dict.fromkeys(quantity for _, found in rows for quantity in found))
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, found in rows:
+        values = [_shown(found.get(column, "")) for column in columns]
+        lines.append(f"| {name} | " + " | ".join(values) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: float | str) -> str:
+    if isinstance(value, str):
+        return value.replace("|", "\\|")
+    return "0" if value == 0 else f"{value:.0e}"
