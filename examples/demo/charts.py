@@ -108,7 +108,7 @@ def _fill(axes: Axes, steps: Sequence[int], rows: Rows) -> None:
             [steps[k] for k in here], [100 * rows[k]["fill"] for k in here], width=0.85,
             color=ORANGE, alpha=shade, label=str(count),
         )  # fmt: skip
-    axes.set_title("Fill: tokens, per cent of what the micro-batches hold")
+    axes.set_title("Fill of the micro-batches with tokens, per cent")
     axes.set_ylim(0, 100)
     axes.legend(
         loc="upper right", ncols=len(shades), bbox_to_anchor=(1, 1.3), title=None,
