@@ -67,6 +67,15 @@ def test_every_loss_of_the_package_is_invariant() -> None:
     assert all(0 < v < 1 for v in fractions.values()), fractions
 
 
+def test_the_example_of_an_own_loss_is_invariant() -> None:
+    script = ROOT / "examples" / "custom_loss.py"
+    result = command.verify(script, kinds=["cp"], max_ranks=4)
+    assert result.invariant, as_table(result)
+    assert [v.name for v in result.verdicts] == [
+        "gradient", "focal loss", "cross entropy", "easy tokens",
+    ]  # fmt: skip
+
+
 def test_a_run_that_fails_is_shown_and_the_others_are_compared() -> None:
     arguments = ["--test-loss", "raises_under_cp"]
     result = command.verify(LOSSES, arguments, kinds=["cp"], max_ranks=2, timeout=120)
