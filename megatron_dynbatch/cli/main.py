@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from megatron_dynbatch._version import __version__
-from megatron_dynbatch.cli import doctor, patch, sites
+from megatron_dynbatch.cli import doctor, patch, plan, sites, verify
 
 # Each has add_parser(subparsers), which sets `run`, a function from arguments to exit code.
-COMMANDS = (doctor, patch, sites)
+COMMANDS = (plan, verify, doctor, patch, sites)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-dynbatch", description=__doc__)
+    parser = argparse.ArgumentParser(prog="megatron-dynbatch", description="Tools of megatron_dynbatch.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
