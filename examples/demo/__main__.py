@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -152,6 +153,8 @@ def write_page(
 def main() -> int:
     """Exit code 1 with the reason if training failed."""
     arguments = parse_arguments()
+    # A plain kill is treated like Ctrl-C, so that the processes of the training end too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_all(arguments)
     except TrainingFailed as error:

@@ -18,7 +18,13 @@ from rich.progress import (
 
 from examples.demo.results import policy_line, warm_up_line
 from examples.demo.task import VOCAB_SIZE, write_demonstrations
-from examples.demo.training import REPOSITORY, read_json_lines, read_reports, train
+from examples.demo.training import (
+    REPOSITORY,
+    drop_partial_line,
+    read_json_lines,
+    read_reports,
+    train,
+)
 from megatron_dynbatch import RolloutDirectory
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.report import StepReport
@@ -107,6 +113,8 @@ class SeedRun:
         if not self.settings.resume:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
+        for file in (self.episodes_file, self.steps_file):
+            drop_partial_line(file)
         if not _has_checkpoint(self.warm_up_checkpoint):
             self._warm_up()
         if not _has_checkpoint(self.checkpoint):

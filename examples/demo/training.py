@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +19,8 @@ from megatron_dynbatch.report import StepReport
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 _POLL_SECONDS = 0.1
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_LIBC = ctypes.CDLL(None)
 _WAITING_LINE_SECONDS = 10.0
 _REASON = re.compile(r"^(?:\[rank\d+\]:)?\s*((?:\w+\.)*\w*(?:Error|Exception|Timeout|Failure)\b.*)")
 # They only say that another process failed.
@@ -33,6 +37,13 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
+
+
+def drop_partial_line(path: Path) -> None:
+    """Cut off a last line that a killed writer did not finish, so that the next one is whole."""
+    if path.exists():
+        text = path.read_bytes()
+        path.write_bytes(text[: text.rfind(b"\n") + 1])
 
 
 def read_reports(path: Path) -> list[StepReport]:
@@ -74,7 +85,12 @@ def train(
     seen = len(read_json_lines(report_file))
     with log_file.open("w") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=REPOSITORY, env=variables
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=REPOSITORY,
+            env=variables,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
         try:
             for report in _follow(process, report_file, seen, on_poll):
@@ -85,6 +101,11 @@ def train(
             code = process.wait()
     if code != 0:
         raise TrainingFailed(f"{_reason(log_file)} (the whole log is in {log_file})")
+
+
+def _end_with_parent() -> None:
+    """Ask Linux for SIGTERM when the parent dies, however it does: no training is left behind."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _follow(

@@ -29,7 +29,7 @@ from examples.demo.task import (
     word_of,
     write_demonstrations,
 )
-from examples.demo.training import TrainingFailed, read_json_lines, train
+from examples.demo.training import TrainingFailed, drop_partial_line, read_json_lines, train
 from megatron_dynbatch import RolloutDirectory
 from megatron_dynbatch.rollouts import SampleIndex
 
@@ -142,6 +142,8 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert read_json_lines(file) == []
     file.write_text(json.dumps({"a": 1}) + "\n" + '{"a": 2')
     assert read_json_lines(file) == [{"a": 1}]
+    drop_partial_line(file)
+    assert file.read_text() == json.dumps({"a": 1}) + "\n"
 
 
 def test_a_failure_is_told_in_one_line(tmp_path: Path) -> None:

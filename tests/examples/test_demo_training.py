@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from examples.demo.__main__ import show
 from examples.demo.results import rise, step_rows
 from examples.demo.runs import LAYOUTS, SeedRun, Settings
 from examples.demo.training import read_json_lines
@@ -35,7 +37,11 @@ def train_policy(run: SeedRun) -> list[dict[str, float]]:
 
 def vars_of(report: object) -> dict[str, float]:
     values = dataclasses.asdict(report)  # type: ignore[call-overload]
-    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, (int, float)) and name != "step_time"
+    }
 
 
 def warmed_up(folder: Path, settings: Settings) -> SeedRun:
@@ -73,8 +79,8 @@ def test_a_resumed_run_repeats_what_was_lost(tmp_path: Path) -> None:
     assert again == whole
 
 
-def test_shuffled_advantages_teach_nothing(tmp_path: Path) -> None:
-    settings = Settings(steps=40, groups=12, shuffle_advantages=True)
+def test_shuffled_advantages_teach_nothing_and_are_reported(tmp_path: Path) -> None:
+    settings = Settings(steps=30, groups=12, shuffle_advantages=True)
     run = warmed_up(tmp_path / "seed", settings)
     train_policy(run)
     episodes = read_json_lines(run.episodes_file)
@@ -82,3 +88,12 @@ def test_shuffled_advantages_teach_nothing(tmp_path: Path) -> None:
     before, after = rise(rows)
     assert after - before < 0.1
     assert np.isfinite([row["loss"] for row in rows]).all()
+
+    show(tmp_path, [run], seconds=1.0)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["seeds"][0]["steps"] == rows
+    assert summary["control"]["rollouts"] == sum(row["G"] for row in rows)
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert page.count("<tr>") == 1 + len(rows)
