@@ -112,6 +112,16 @@ def fill_rows(
     return bins.bin_of if _place_rest(bins, left) else None
 
 
+def longest_first(items: Items, dp: int, num_rows: int) -> NDArray[np.int64] | None:
+    """LPT under the caps: each item, largest first, into the cheapest micro-batch with room.
+
+    Returns:
+        As `fill_rows`.
+    """
+    bins = _Bins(items, dp, num_rows)
+    return bins.bin_of if _place_rest(bins, np.arange(items.sizes.size)) else None
+
+
 def _deal_seeds(
     seeds: NDArray[np.int64], costs: NDArray[np.int64], loads: NDArray[np.int64]
 ) -> NDArray[np.int64]:

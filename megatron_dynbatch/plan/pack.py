@@ -15,7 +15,7 @@ from megatron_dynbatch.plan.decreasing import best_fit_decreasing, first_fit_two
 from megatron_dynbatch.plan.exact_fit import exact_fit
 from megatron_dynbatch.plan.exhaustive import MOST_SAMPLES, search_packing
 from megatron_dynbatch.plan.layout import ParallelLayout
-from megatron_dynbatch.plan.level_fill import Items, fill_rows
+from megatron_dynbatch.plan.level_fill import Items, fill_rows, longest_first
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.order import row_order
 from megatron_dynbatch.plan.placement import deal_rows
@@ -26,6 +26,8 @@ from megatron_dynbatch.plan.simple import expand_bins_by_splitting
 SLACKS = (1.003, 1.02, float("inf"))
 # Share of all room that is needed, from which on levels only get in the way.
 TIGHT_FILL = 0.995
+# Share up to which a large step whose tight packing is known is worth filling to levels.
+LOOSE_FILL = 0.97
 # Slacks of further candidates, where planning is quick.
 MORE_SLACKS = (1.0005, 1.01)
 RANK_SLACKS = (1.0005, 1.005)
@@ -104,7 +106,9 @@ def _pack_dynamic(items: Items, layout: ParallelLayout) -> Placement:
         num_rows = layout.next_admissible(-(-len(bins) // dp))
         if items.sizes.size <= dp * num_rows:
             return _alone(items, dp, num_rows)
-        bin_of = _first_fill(items, dp, num_rows)
+        is_small = items.sizes.size <= SEARCH_NUM_SAMPLES
+        if is_small or _fill_share(items, dp, num_rows) < LOOSE_FILL:
+            bin_of = _first_fill(items, dp, num_rows)
         if bin_of is None:
             bin_of = _number(expand_bins_by_splitting(bins, dp * num_rows, items.costs.tolist()))
     return _best(items, bin_of, num_rows, layout)
@@ -118,11 +122,16 @@ def smallest_count(items: Items, layout: ParallelLayout) -> int:
     return layout.next_admissible(-(-bound // layout.dp))
 
 
+def _fill_share(items: Items, dp: int, num_rows: int) -> float:
+    """Share of the room of all micro-batches that the samples need."""
+    return int(items.sizes.sum()) / (dp * num_rows * items.capacity)
+
+
 def _first_fill(items: Items, dp: int, num_rows: int) -> NDArray[np.int64] | None:
     """Rows filled to the lowest levels at which every sample finds room, if there are any."""
-    fill = int(items.sizes.sum()) / (dp * num_rows * items.capacity)
     # Large steps that need nearly all room are not helped by levels, and failing takes time.
-    hopeless = fill > TIGHT_FILL and items.sizes.size > SEARCH_NUM_SAMPLES
+    is_large = items.sizes.size > SEARCH_NUM_SAMPLES
+    hopeless = is_large and _fill_share(items, dp, num_rows) > TIGHT_FILL
     for slack in SLACKS[-1:] if hopeless else SLACKS:
         bin_of = fill_rows(items, dp, num_rows, by_rank=False, slack=slack)
         if bin_of is not None:
@@ -148,12 +157,18 @@ def _best(
     """The best of several placements with the same count."""
     dp = layout.dp
     is_small = items.sizes.size <= SEARCH_NUM_SAMPLES
-    candidates = [bin_of]
-    for slack in MORE_SLACKS if is_small else ():
-        other = fill_rows(items, dp, num_rows, by_rank=False, slack=slack)
-        candidates += [] if other is None else [other]
+    candidates: list[NDArray[np.int64] | None] = [bin_of]
+    if is_small:
+        candidates += [
+            fill_rows(items, dp, num_rows, by_rank=False, slack=slack) for slack in MORE_SLACKS
+        ]
+        candidates.append(longest_first(items, dp, num_rows))
     best = min(
-        (_dealt(Placement(items, numbers, dp, num_rows)) for numbers in candidates),
+        (
+            _dealt(Placement(items, numbers, dp, num_rows))
+            for numbers in candidates
+            if numbers is not None
+        ),
         key=lambda placement: placement.lockstep_cost,
     )
     if is_small:

@@ -44,7 +44,7 @@ def indices(draw: st.DrawFn) -> SampleIndex:
     return SampleIndex(lengths, responses, masks, ids, groups)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     index=indices(),
     layout=LAYOUTS,
@@ -89,7 +89,7 @@ def test_every_guarantee(
         assert 0 <= figures.bubble < 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(index=indices(), layout=LAYOUTS, size=st.integers(1, 5))
 def test_every_guarantee_of_static_micro_batches(
     index: SampleIndex, layout: ParallelLayout, size: int
