@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-dynbatch", description="Tools of megatron_dynbatch.")
+    parser = argparse.ArgumentParser(
+        prog="megatron-dynbatch", description="Tools of megatron_dynbatch."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
