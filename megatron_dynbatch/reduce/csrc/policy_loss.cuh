@@ -27,6 +27,7 @@ __device__ inline float clip(float x, float low, float high) { return fminf(fmax
 __device__ inline float clamp_log_ratio(float x) { return x != x ? x : clip(x, -20.0f, 20.0f); }
 
 struct PolicyTerms {
+    static constexpr int kTokensAtOnce = 1;  // a long body: unrolled it takes half a minute to compile
     const float *logp, *old, *advantages;
     const double* w;
     const float *ref, *rollout, *entropy;  // may be null

@@ -103,7 +103,7 @@ __device__ inline void reduce(const Terms& terms, const Pieces& pieces, const Re
         Sum sums[K];
 #pragma unroll
         for (int k = 0; k < K; ++k) sums[k].clear();
-#pragma unroll
+#pragma unroll Terms::kTokensAtOnce
         for (int i = 0; i < kTile / kBlock; ++i) {
             const int j = i * kBlock + threadIdx.x;
             if (j < count) terms.add(begin + j, blockIdx.y * K, sums);
@@ -130,6 +130,7 @@ __device__ inline void reduce(const Terms& terms, const Pieces& pieces, const Re
 // Terms of x [num_values, num_tokens]; positions of weight 0 are not even read.
 template <typename X, typename Sum, int K>
 struct RowTerms {
+    static constexpr int kTokensAtOnce = kTile / kBlock;  // loads in flight
     const X* x;
     const double* w;
     int num_values;
