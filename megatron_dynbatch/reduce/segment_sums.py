@@ -87,6 +87,8 @@ def segment_sums(
         raise ValueError(
             f"values of shape {list(x.shape)} were given for a table of {table.num_tokens} tokens"
         )
+    if x.dtype == torch.float16:
+        x = x.float()  # exact, and the kernels have no float16
     index = table.on(x.device)
     if accumulate == "exact":
         op, x = OPS.exact_segment_sums.default, x.detach()

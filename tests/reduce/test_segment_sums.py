@@ -86,6 +86,16 @@ def test_gradients():
     assert torch.autograd.gradcheck(lambda v: segment_sums(v, w, table), (x,))
 
 
+def test_float16_values_give_a_float16_gradient():
+    masks, denoms, table, x, _ = batch([(3, 5), (2, 4)], 1, 0, 0)
+    w = token_weights(masks, denoms, table)
+    half = x.half().requires_grad_()
+    total, _ = segment_sums(half, w, table)
+    assert torch.equal(total, segment_sums(half.detach().float(), w, table)[0])
+    total.sum().backward()
+    assert half.grad.dtype == torch.float16
+
+
 def test_nan_at_masked_tokens_changes_nothing():
     masks, denoms, table, x, _ = batch([(3, 5), (2, 4)], 2, 0, 0)
     w = token_weights(masks, denoms, table)
