@@ -32,7 +32,7 @@ LOOSE_FILL = 0.97
 MORE_SLACKS = (1.0005, 1.01)
 RANK_SLACKS = (1.0005, 1.005)
 # Steps of more samples get fewer candidates and no `even_rows`, which gain little there.
-SEARCH_NUM_SAMPLES = 1024
+SEARCH_NUM_SAMPLES = 512
 # A placement whose ranks are further from even is not worth evening out.
 NEARLY_EVEN = 1.05
 MAX_PROPOSALS = 200
