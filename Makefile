@@ -42,11 +42,18 @@ demo: $(INSTALLED)  ## train on worked solutions with steps of different sizes, 
 gpu-check: $(INSTALLED)  ## kernels against float64 on this machine's GPU, and their speed
 	$(BIN)/python -m benchmarks.gpu_check
 
-bench-plan: $(INSTALLED)  ## plans side by side with baselines and other packers
-	$(BIN)/python -m benchmarks.plan_quality
+PEERS := runs/peers
 
-anneal: $(INSTALLED)  ## make the annealed reference plans again (an hour)
-	$(BIN)/python -m benchmarks.plan_anneal
+bench-plan: $(PEERS)  ## plans side by side with baselines and the packers of verl, areal, openrlhf
+	$(BIN)/python -m benchmarks.plan_quality --peers $(PEERS) --fewest-peers 2
+
+anneal: $(PEERS)  ## make the annealed reference plans again (half an hour)
+	$(BIN)/python -m benchmarks.plan_anneal --peers $(PEERS)
+
+$(PEERS): | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $@.part verl==0.9.1 areal==1.0.4 openrlhf==0.11.2
+	mv $@.part $@
 
 $(OTHER_MEGATRONS): $(VENV)/megatron-core-%: | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
