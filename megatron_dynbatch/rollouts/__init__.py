@@ -12,8 +12,10 @@ from megatron_dynbatch.rollouts.directory import RolloutDirectory
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import SampleIndex
 from megatron_dynbatch.rollouts.jsonl import read_jsonl
+from megatron_dynbatch.rollouts.queue import RolloutQueue
 from megatron_dynbatch.rollouts.sample import OPTIONAL_FIELDS, PER_TOKEN_FIELDS, Sample
-from megatron_dynbatch.rollouts.source import BatchState, RolloutSource
+from megatron_dynbatch.rollouts.source import BatchState, RolloutSource, RolloutTransport
+from megatron_dynbatch.rollouts.transports import open_transport
 from megatron_dynbatch.rollouts.validation import validate_samples
 
 __all__ = [
@@ -23,9 +25,12 @@ __all__ = [
     "RolloutBatch",
     "RolloutDataError",
     "RolloutDirectory",
+    "RolloutQueue",
     "RolloutSource",
+    "RolloutTransport",
     "Sample",
     "SampleIndex",
+    "open_transport",
     "read_jsonl",
     "validate_samples",
 ]

@@ -1,18 +1,23 @@
 """Rollouts as files: the default transport, on a local disk or a shared file system.
 
-    DIR/dynbatch.json                     makes DIR a rollout directory, with the format's version
-    DIR/batch-00000000/samples.parquet    a batch
-                      /plan.json          the plan that the rollout side made for it, if any
-    DIR/batch-00000001/END                no batch follows
+    DIR/dynbatch.json                      makes DIR a rollout directory, with the format's version
+    DIR/notes/NAME                         what one side tells the other (layout, progress)
+    DIR/batch-00000000/index.parquet       a batch: lengths and ids
+                      /part-00000.parquet  its samples, one part per reader where it was planned
+                      /plan.json           the plan that the rollout side made for it, if any
+                      /key                 the writer's name for what is in it, if any
+    DIR/batch-00000001/END                 no batch follows
+    DIR/batch-00000002/DELETED             was trained, and a completed checkpoint lies beyond it
 
 Invariants (asserted by the tests): a batch or the end of the run appears as a whole, by one rename
 of a hidden directory onto the next free number, so that no reader sees a part, no two writers get
 one number, and no batch comes after the end. A writer that dies leaves only a hidden directory.
+Nothing depends on clocks.
 """
 
+from __future__ import annotations
+
 import errno
-import json
-import operator
 import os
 import re
 import shutil
@@ -20,30 +25,38 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
 from megatron_dynbatch.rollouts.errors import RolloutDataError
+from megatron_dynbatch.rollouts.files import TEMPORARY, replace_text, sync, write_text
 from megatron_dynbatch.rollouts.index import SampleIndex
-from megatron_dynbatch.rollouts.parquet import read_index, read_rows, write_samples
+from megatron_dynbatch.rollouts.marker import FORMAT_VERSION, DirectoryMarker
+from megatron_dynbatch.rollouts.parquet_read import check_fields, read_index, read_part, read_places
+from megatron_dynbatch.rollouts.parquet_write import Parts, new_file, write_index, write_part
 from megatron_dynbatch.rollouts.sample import Sample
 from megatron_dynbatch.rollouts.source import BatchState
+from megatron_dynbatch.rollouts.store import batch_number, check_key, check_note_name, deleted_error
 
-FORMAT_VERSION = 1
+__all__ = ["FORMAT_VERSION", "RolloutDirectory"]
 
-_FORMAT = "megatron-dynbatch rollouts"
-_MARKER = "dynbatch.json"
-_SAMPLES = "samples.parquet"
+_INDEX = "index.parquet"
 _PLAN = "plan.json"
+_KEY = "key"
 _END = "END"
-_TEMPORARY = ".tmp-"
+_DELETED = "DELETED"
+_NOTES = "notes"
+type SlotState = BatchState | Literal["deleted"]
+
 _BATCH_NAME = re.compile(r"batch-(\d{8,})")
 
 
 class RolloutDirectory:
     """A directory of rollout batches, for any number of writers and readers.
 
-    The directory is made by the first `write`; a reader may be there before it.
+    The directory is made by the first `write` or `publish`; a reader may be there before it.
     """
 
     def __init__(
@@ -64,17 +77,29 @@ class RolloutDirectory:
         self.path = Path(path)
         self._vocab_size = vocab_size
         self._open_timeout = open_timeout
-        self._is_checked = False
+        self._marker = DirectoryMarker(self.path, _BATCH_NAME, open_timeout)
+        self._keys: dict[str, int] = {}
+        self._num_keys_read = 0
 
     def __repr__(self) -> str:
         return f"RolloutDirectory({str(self.path)!r})"
 
-    def write(self, samples: Iterable[Sample], plan_json: str | None = None) -> int:
+    def write(
+        self,
+        samples: Iterable[Sample],
+        plan_json: str | None = None,
+        *,
+        parts: Sequence[Sequence[int]] | None = None,
+        key: str | None = None,
+    ) -> int:
         """Writes a batch, on disk and whole before it can be seen.
 
         Args:
             samples: At least one sample; siblings share a rollout_id.
             plan_json: The text of a plan for this batch, kept beside it.
+            parts: Rows that one reader takes together, for each reader; see `write_planned`.
+            key: Names what is in the batch, unique in the run. If a batch of that key is there, it
+                is not written again and its id is returned.
 
         Returns:
             The batch id: 0 for the first batch, then 1, 2…
@@ -85,12 +110,21 @@ class RolloutDirectory:
             OSError: The file system refuses (disk full, for example); nothing is left behind.
         """
         batch = RolloutBatch(samples, vocab_size=self._vocab_size)
+        division = Parts.of(len(batch), parts)
+        if key is not None and (found := self._batch_of_key(check_key(key))) is not None:
+            return found
         with self._new_slot() as slot:
-            write_samples(slot / _SAMPLES, batch.samples)
-            _sync(slot / _SAMPLES)
+            for number, rows in enumerate(division.rows):
+                with new_file(slot / _part_name(number)) as file:
+                    members = [batch[row] for row in rows]
+                    write_part(file, members, rows, row_groups=division.row_groups)
+            with new_file(slot / _INDEX) as file:
+                write_index(file, batch.samples, division.places)
             if plan_json is not None:
-                _write_text(slot / _PLAN, plan_json)
-            return self._publish(slot)
+                write_text(slot / _PLAN, plan_json)
+            if key is not None:
+                write_text(slot / _KEY, key)
+            return self._publish(slot, key)
 
     def finish(self) -> int:
         """Closes the run: no batch follows, and training ends after the last one.
@@ -102,8 +136,8 @@ class RolloutDirectory:
             RolloutDataError: The run is finished already, or the path is not a rollout directory.
         """
         with self._new_slot() as slot:
-            _write_text(slot / _END, "No batch follows.\n")
-            return self._publish(slot)
+            write_text(slot / _END, "No batch follows.\n")
+            return self._publish(slot, None)
 
     def state(self, batch_id: int) -> BatchState:
         """Whether a batch is there: "present", "end" (the run is closed without it) or "absent".
@@ -111,17 +145,20 @@ class RolloutDirectory:
         Waits at most for `open_timeout`, and only where the directory itself looks half-made.
 
         Raises:
-            RolloutDataError: The path is something other than a rollout directory.
+            RolloutDataError: The path is something other than a rollout directory, or the batch
+                was deleted.
         """
-        batch_id = _batch_number(batch_id)
-        if not self._is_rollout_directory():
+        batch_id = batch_number(batch_id)
+        if not self._marker.is_there():
             return "absent"
         state = self._slot_state(batch_id)
+        if state == "deleted":
+            raise deleted_error(str(self._batch_path(batch_id)))
         # In a live run the batch before it was just trained, and this saves a listing per poll.
         if state != "absent" or (batch_id > 0 and self._slot_state(batch_id - 1) == "present"):
             return state
         last = self._last_slot()
-        return "end" if last < batch_id and self._slot_state(last) == "end" else "absent"
+        return "end" if 0 <= last < batch_id and self._slot_state(last) == "end" else "absent"
 
     def index(self, batch_id: int) -> SampleIndex:
         """Lengths and ids of a batch, without reading a token.
@@ -130,7 +167,7 @@ class RolloutDirectory:
             RolloutDataError: No such batch; or it is damaged, lacks a column, holds impossible
                 lengths, or token ids outside the vocabulary. The file is named.
         """
-        path = self._batch_path(batch_id) / _SAMPLES
+        path = self._batch_path(batch_id) / _INDEX
         return self._when_visible(path, lambda: read_index(path, self._vocab_size))
 
     def read(
@@ -148,8 +185,16 @@ class RolloutDirectory:
             RolloutDataError: No such batch; or it is damaged, lacks a column, or holds samples that
                 `validate_samples` rejects. File and row or column are named.
         """
-        path = self._batch_path(batch_id) / _SAMPLES
-        return self._when_visible(path, lambda: read_rows(path, rows, fields, self._vocab_size))
+        batch = self._batch_path(batch_id)
+        if not rows:
+            check_fields(fields)
+        samples: dict[int, Sample] = {}
+        places = self._when_visible(batch / _INDEX, lambda: read_places(batch / _INDEX, rows))
+        for part, positions in places.items():
+            path = batch / _part_name(part)
+            read = partial(read_part, [path], positions, fields, self._vocab_size)
+            samples |= self._when_visible(path, read)
+        return [samples[row] for row in rows]
 
     def plan_json(self, batch_id: int) -> str | None:
         """The text of the plan that came with a batch, or None.
@@ -158,7 +203,7 @@ class RolloutDirectory:
             RolloutDataError: No such batch, or the text is not UTF-8.
         """
         path = self._batch_path(batch_id)
-        self._when_visible(path / _SAMPLES, (path / _SAMPLES).stat)
+        self._when_visible(path / _INDEX, (path / _INDEX).stat)
         try:
             return (path / _PLAN).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -166,29 +211,98 @@ class RolloutDirectory:
         except UnicodeDecodeError as error:
             raise RolloutDataError(f"{path / _PLAN}: not UTF-8 text ({error})") from error
 
-    def _batch_path(self, batch_id: int) -> Path:
-        return self.path / f"batch-{_batch_number(batch_id):08d}"
+    def read_parts(self, batch_id: int) -> tuple[list[Sample], list[list[int]]]:
+        """All samples of a batch in row order, and the rows of each of its parts in order."""
+        rows = range(len(self.index(batch_id)))
+        places = read_places(self._batch_path(batch_id) / _INDEX, rows)
+        parts = [sorted(at, key=at.__getitem__) for _, at in sorted(places.items())]
+        return self.read(batch_id, rows), parts
 
-    def _slot_state(self, batch_id: int) -> BatchState:
+    def num_batches_if_finished(self) -> int | None:
+        """The number of batches of a closed run, else None."""
+        last = self._last_slot() if self._marker.is_there() else -1
+        return last if last >= 0 and self._slot_state(last) == "end" else None
+
+    def delete_before(self, batch_id: int) -> None:
+        """Deletes the samples of all batches before `batch_id`; their numbers stay taken."""
+        if not self._marker.is_there():
+            return
+        for number in self._slots():
+            if number < batch_id and self._slot_state(number) == "present":
+                slot = self._batch_path(number)
+                write_text(slot / _DELETED, "A completed checkpoint lies beyond this batch.\n")
+                for path in [slot / _INDEX, slot / _PLAN, *slot.glob("part-*")]:
+                    path.unlink(missing_ok=True)
+
+    def publish(self, name: str, text: str) -> None:
+        """Leaves a note for the other side, in the place of an older one of that name."""
+        check_note_name(name)
+        if not self._marker.is_there():
+            self._marker.create()
+        (self.path / _NOTES).mkdir(exist_ok=True)
+        replace_text(self.path / _NOTES / name, text)
+
+    def published(self, name: str) -> str | None:
+        """The latest note of that name, or None.
+
+        Raises:
+            RolloutDataError: The path is something other than a rollout directory.
+        """
+        check_note_name(name)
+        if not self._marker.is_there():
+            return None
+        try:
+            return (self.path / _NOTES / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    def _batch_path(self, batch_id: int) -> Path:
+        return self.path / f"batch-{batch_number(batch_id):08d}"
+
+    def _slot_state(self, batch_id: int) -> SlotState:
         path = self._batch_path(batch_id)
-        if (path / _SAMPLES).exists():
+        if (path / _DELETED).exists():
+            return "deleted"
+        if (path / _INDEX).exists():
             return "present"
         return "end" if (path / _END).exists() else "absent"
 
+    def _slots(self) -> list[int]:
+        matches = (_BATCH_NAME.fullmatch(name) for name in os.listdir(self.path))
+        return sorted(int(match[1]) for match in matches if match)
+
     def _last_slot(self) -> int:
         """The highest number in use, −1 if there is none."""
-        matches = (_BATCH_NAME.fullmatch(name) for name in os.listdir(self.path))
-        return max((int(match[1]) for match in matches if match), default=-1)
+        return max(self._slots(), default=-1)
+
+    def _batch_of_key(self, key: str) -> int | None:
+        """The batch of that key, if it is among those that are there now."""
+        if not self._marker.is_there():
+            return None
+        for number in self._slots():
+            if number >= self._num_keys_read:
+                self._note_key(number)
+        return self._keys.get(key)
+
+    def _note_key(self, number: int) -> None:
+        try:
+            key = (self._batch_path(number) / _KEY).read_text(encoding="utf-8")
+            self._keys.setdefault(key, number)
+        except FileNotFoundError:
+            pass
+        self._num_keys_read = number + 1
 
     def _when_visible[T](self, path: Path, read: Callable[[], T]) -> T:
         """Calls `read`, again and again for a bounded time while `path` is not to be found."""
-        if not self._is_rollout_directory():
+        if not self._marker.is_there():
             raise RolloutDataError(f"{self.path}: no batch is there yet; wait for state() first")
         deadline = time.monotonic() + self._open_timeout
         while True:
             try:
                 return read()
             except (FileNotFoundError, NotADirectoryError) as error:
+                if (path.parent / _DELETED).exists():
+                    raise deleted_error(str(path.parent)) from error
                 if time.monotonic() >= deadline:
                     raise RolloutDataError(
                         f"{path} is not there, looked for during {self._open_timeout} s; "
@@ -196,59 +310,21 @@ class RolloutDirectory:
                     ) from error
             time.sleep(min(0.1, self._open_timeout))
 
-    def _is_rollout_directory(self) -> bool:
-        """True if marked as one; False if there is nothing yet; an error for anything else."""
-        if self._is_checked:
-            return True
-        deadline = time.monotonic() + self._open_timeout
-        while True:
-            try:
-                _check_marker(self.path / _MARKER)
-                self._is_checked = True
-                return True
-            except FileNotFoundError:
-                names = self._foreign_names()
-            if not names:
-                return False
-            # Batches without the marker: a shared file system that is not up to date.
-            may_follow = any(_BATCH_NAME.fullmatch(name) for name in names)
-            if not may_follow or time.monotonic() >= deadline:
-                raise RolloutDataError(
-                    f"{self.path} is not a rollout directory: it holds {names[0]!r} but no "
-                    f"{_MARKER}; give a new or empty directory, or one from RolloutDirectory.write"
-                )
-            time.sleep(min(0.1, self._open_timeout))
-
-    def _foreign_names(self) -> list[str]:
-        try:
-            names = os.listdir(self.path)
-        except FileNotFoundError:
-            return []
-        return sorted(name for name in names if not name.startswith(_TEMPORARY))
-
     @contextmanager
     def _new_slot(self) -> Iterator[Path]:
         """A hidden directory to be filled and published; gone if that fails."""
-        if not self._is_rollout_directory():
-            self._create()
-        slot = self.path / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        if not self._marker.is_there():
+            self._marker.create()
+        slot = self.path / f"{TEMPORARY}{uuid.uuid4().hex}"
         slot.mkdir()
         try:
             yield slot
         finally:
             shutil.rmtree(slot, ignore_errors=True)  # a published one is no longer there
 
-    def _create(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        temporary = self.path / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        _write_text(temporary, json.dumps({"format": _FORMAT, "version": FORMAT_VERSION}) + "\n")
-        os.replace(temporary, self.path / _MARKER)
-        _sync(self.path)
-        self._is_checked = True
-
-    def _publish(self, slot: Path) -> int:
+    def _publish(self, slot: Path, key: str | None) -> int:
         """Renames a filled slot onto the next free number and returns that number."""
-        _sync(slot)
+        sync(slot)
         batch_id = self._last_slot() + 1
         while True:
             # Numbers are taken one after the other, so an end can only be just before this one.
@@ -257,6 +333,9 @@ class RolloutDirectory:
                     f"{self.path}: the run is finished after {batch_id - 1} batches; "
                     "start another one in a new directory"
                 )
+            # Every batch before this number is there now, so none of the same key is missed.
+            if key is not None and (found := self._batch_of_key(key)) is not None:
+                return found
             try:
                 os.rename(slot, self._batch_path(batch_id))
             except OSError as error:
@@ -264,42 +343,9 @@ class RolloutDirectory:
                     raise
                 batch_id += 1  # another writer was faster
                 continue
-            _sync(self.path)
+            sync(self.path)
             return batch_id
 
 
-def _batch_number(batch_id: int) -> int:
-    number = operator.index(batch_id)
-    if number < 0:
-        raise ValueError(f"batch id {number} is negative; batches are numbered from 0")
-    return number
-
-
-def _check_marker(path: Path) -> None:
-    try:
-        marker = json.loads(path.read_text(encoding="utf-8"))
-    except NotADirectoryError as error:
-        raise RolloutDataError(f"{path.parent} is a file, not a rollout directory") from error
-    except ValueError as error:
-        raise RolloutDataError(f"{path} is not valid JSON ({error})") from error
-    if not isinstance(marker, dict) or marker.get("format") != _FORMAT:
-        raise RolloutDataError(f"{path} does not say format {_FORMAT!r}; not a rollout directory")
-    if marker.get("version") != FORMAT_VERSION:
-        raise RolloutDataError(
-            f"{path.parent} has format version {marker.get('version')}, this megatron_dynbatch "
-            f"reads version {FORMAT_VERSION}; use the same version on both sides"
-        )
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Puts a file or the entries of a directory on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _part_name(number: int) -> str:
+    return f"part-{number:05d}.parquet"

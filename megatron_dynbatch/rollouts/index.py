@@ -28,6 +28,7 @@ class SampleIndex:
         mask_sums: Trained tokens of each sample.
         rollout_ids: Id of the rollout, −1 = absent (the sample is a rollout of its own).
         group_ids: Id of the prompt group, −1 = absent (the rollout is a group of its own).
+        policy_versions: Which weights sampled the rollout, −1 = unknown. Default: all unknown.
 
     Raises:
         ValueError: Columns of different lengths, or not of integers.
@@ -38,8 +39,12 @@ class SampleIndex:
     mask_sums: NDArray[np.int64]
     rollout_ids: NDArray[np.int64]
     group_ids: NDArray[np.int64]
+    policy_versions: NDArray[np.int64] = ()  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        if len(self.policy_versions) == 0:
+            unknown = np.full(len(self.total_lengths), -1, np.int64)
+            object.__setattr__(self, "policy_versions", unknown)
         for field in fields(self):
             column = _int64_column(field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, column)
@@ -61,6 +66,7 @@ class SampleIndex:
             column(s.mask_sum for s in samples),
             column(s.rollout_id for s in samples),
             column(s.group_id for s in samples),
+            column(s.policy_version for s in samples),
         )
 
     def __len__(self) -> int:
@@ -118,6 +124,7 @@ class SampleIndex:
             _joined([part.mask_sums for part in parts]),
             _joined(rollout_ids),
             _joined(group_ids),
+            _joined([part.policy_versions for part in parts]),
         )
 
     def check(self, where: str = "samples") -> None:
@@ -142,6 +149,7 @@ class SampleIndex:
             (self.mask_sums < 0, "has a negative number of trained tokens"),
             (self.mask_sums > self.response_lengths, "trains more tokens than its response has"),
             (self.rollout_ids < -1, "has a negative rollout_id; use −1 for an absent one"),
+            (self.policy_versions < -1, "has a negative policy_version; use −1 if it is unknown"),
             (self.group_ids < -1, "has a negative group_id; use −1 for an absent one"),
             (self.group_ids != rollout_groups, "has another group_id than its rollout's first row"),
         )

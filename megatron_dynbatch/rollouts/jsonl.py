@@ -8,7 +8,8 @@ from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.sample import OPTIONAL_FIELDS, Sample
 from megatron_dynbatch.rollouts.validation import validate_samples
 
-_KEYS = ("tokens", "response_length", "loss_mask", "rollout_id", "group_id", *OPTIONAL_FIELDS)
+_IDS = ("rollout_id", "group_id", "policy_version")
+_KEYS = ("tokens", "response_length", "loss_mask", *_IDS, *OPTIONAL_FIELDS)
 
 
 def read_jsonl(path: str | os.PathLike[str], *, vocab_size: int | None = None) -> list[Sample]:

@@ -6,17 +6,28 @@ always holds NumPy arrays of the documented dtypes; whether the values make sens
 """
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsFloat, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-PER_TOKEN_FIELDS = ("log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
+PER_TOKEN_FIELDS = (
+    "log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "teacher_log_probs",
+    "values",
+    "returns",
+)
 """Optional float32 fields with one entry per response token."""
 
 OPTIONAL_FIELDS = ("reward", "advantage", *PER_TOKEN_FIELDS)
-"""Every field that a sample may lack, ids apart."""
+"""Every field of its own that a sample may lack, ids apart."""
+
+EXTRA_KINDS = ("token_arrays", "response_arrays", "blobs")
+"""Fields that hold what only the user's code reads, by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
@@ -34,27 +45,38 @@ class Sample:
         rollout_id: The rollout that emitted this sample, unique within a batch; samples that share
             it are siblings. None (or −1 when given): the sample is a rollout of its own.
         group_id: The prompt group of the rollout; None (or −1): the rollout is its own group.
+        policy_version: How many batches the weights that sampled the rollout had been trained on;
+            0: the initial weights. None (or −1): unknown.
         reward: Reward of the rollout.
         advantage: One float for the whole response, or float32 [R].
         log_probs: float32 [R], natural log-probabilities under the policy before the update (old
             policy), from the trainer.
         ref_log_probs: float32 [R], under the reference policy; −inf where it forbids the token.
         rollout_log_probs: float32 [R], as the sampler reported them.
+        teacher_log_probs: float32 [R], under a teacher, for distillation.
         values: float32 [R], value estimates.
         returns: float32 [R], value targets.
+        token_arrays: Name → array [T, …] of any numeric dtype: routed experts [T, layers, topk].
+        response_arrays: Name → array [R, …] of any numeric dtype.
+        blobs: Name → bytes: an encoded image, for example.
     """
 
     tokens: NDArray[np.int64]
     loss_mask: NDArray[np.uint8]
     rollout_id: int | None
     group_id: int | None
+    policy_version: int | None
     reward: float | None
     advantage: float | NDArray[np.float32] | None
     log_probs: NDArray[np.float32] | None
     ref_log_probs: NDArray[np.float32] | None
     rollout_log_probs: NDArray[np.float32] | None
+    teacher_log_probs: NDArray[np.float32] | None
     values: NDArray[np.float32] | None
     returns: NDArray[np.float32] | None
+    token_arrays: Mapping[str, NDArray[Any]]
+    response_arrays: Mapping[str, NDArray[Any]]
+    blobs: Mapping[str, bytes]
 
     def __init__(
         self,
@@ -64,13 +86,18 @@ class Sample:
         *,
         rollout_id: SupportsIndex | None = None,
         group_id: SupportsIndex | None = None,
+        policy_version: SupportsIndex | None = None,
         reward: SupportsFloat | None = None,
         advantage: ArrayLike | None = None,
         log_probs: ArrayLike | None = None,
         ref_log_probs: ArrayLike | None = None,
         rollout_log_probs: ArrayLike | None = None,
+        teacher_log_probs: ArrayLike | None = None,
         values: ArrayLike | None = None,
         returns: ArrayLike | None = None,
+        token_arrays: Mapping[str, ArrayLike] | None = None,
+        response_arrays: Mapping[str, ArrayLike] | None = None,
+        blobs: Mapping[str, bytes] | None = None,
     ) -> None:
         """Makes a sample from lists, arrays or CPU tensors.
 
@@ -85,18 +112,24 @@ class Sample:
                 `response_length` nor `loss_mask` is given, or they disagree.
         """
         mask = _loss_mask(response_length, loss_mask)
-        per_token = (log_probs, ref_log_probs, rollout_log_probs, values, returns)
+        per_token = (
+            log_probs, ref_log_probs, rollout_log_probs, teacher_log_probs, values, returns,
+        )  # fmt: skip
         fields: dict[str, object] = {
             "tokens": _tokens(tokens),
             "loss_mask": mask,
             "rollout_id": _identifier("rollout_id", rollout_id),
             "group_id": _identifier("group_id", group_id),
+            "policy_version": _identifier("policy_version", policy_version),
             "reward": None if reward is None else _scalar("reward", reward),
             "advantage": _scalar_or_per_token("advantage", advantage),
             **{
                 name: None if value is None else _per_token(name, value)
                 for name, value in zip(PER_TOKEN_FIELDS, per_token, strict=True)
             },
+            "token_arrays": _arrays("token_arrays", token_arrays),
+            "response_arrays": _arrays("response_arrays", response_arrays),
+            "blobs": _blobs(blobs),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)  # the way around `frozen` while constructing
@@ -181,6 +214,34 @@ def _scalar_or_per_token(name: str, value: object) -> float | NDArray[np.float32
         return None
     is_scalar = isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0
     return _scalar(name, value) if is_scalar else _per_token(name, value)
+
+
+def _arrays(kind: str, values: Mapping[str, ArrayLike] | None) -> dict[str, NDArray[Any]]:
+    _check_names(kind, values)
+    arrays = {name: np.asarray(value) for name, value in (values or {}).items()}
+    for name, array in arrays.items():
+        if array.dtype.kind not in "biuf" or array.ndim == 0:
+            raise ValueError(
+                f"{kind}[{name!r}] has {array.ndim} dimensions and dtype {array.dtype}; give "
+                "numbers with one entry per token"
+            )
+    return arrays
+
+
+def _check_names(kind: str, values: Mapping[str, object] | None) -> None:
+    for name in values or {}:
+        if not name.isidentifier() or name in Sample.__slots__:  # they become names of columns
+            raise ValueError(
+                f"{kind}[{name!r}]: the name must be a Python identifier and no field of Sample"
+            )
+
+
+def _blobs(values: Mapping[str, bytes] | None) -> dict[str, bytes]:
+    _check_names("blobs", values)
+    for name, value in (values or {}).items():
+        if not isinstance(value, bytes):
+            raise ValueError(f"blobs[{name!r}] is a {type(value).__name__}; give bytes")
+    return dict(values or {})
 
 
 def _integer(name: str, value: SupportsIndex) -> int:

@@ -1,6 +1,6 @@
-"""What training asks of a transport, whichever it is (files, a queue, Ray)."""
+"""What training and the rollout side ask of a transport, whichever it is (files, a queue, Ray)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, Protocol
 
 from megatron_dynbatch.rollouts.index import SampleIndex
@@ -15,7 +15,8 @@ class RolloutSource(Protocol):
     def state(self, batch_id: int) -> BatchState:
         """Whether the batch is there; never waits.
 
-        "end": the run is closed and has no such batch; "absent": it may still come.
+        "end": the run is closed and has no such batch; "absent": it may still come. A batch that
+        was deleted is an error.
         """
         ...
 
@@ -38,4 +39,43 @@ class RolloutSource(Protocol):
 
     def plan_json(self, batch_id: int) -> str | None:
         """The plan that the rollout side left with a present batch, or None."""
+        ...
+
+    def delete_before(self, batch_id: int) -> None:
+        """Deletes all batches with lower numbers; only a completed checkpoint can allow it."""
+        ...
+
+    def publish(self, name: str, text: str) -> None:
+        """Leaves a note for the other side, in the place of an older one of that name."""
+        ...
+
+    def published(self, name: str) -> str | None:
+        """The latest note of that name, or None."""
+        ...
+
+
+class RolloutTransport(RolloutSource, Protocol):
+    """A source, and the rollout side's way to fill it."""
+
+    def write(
+        self,
+        samples: Iterable[Sample],
+        plan_json: str | None = None,
+        *,
+        parts: Sequence[Sequence[int]] | None = None,
+        key: str | None = None,
+    ) -> int:
+        """Adds a batch as a whole; returns its id.
+
+        Args:
+            samples: At least one sample; siblings share a rollout_id.
+            plan_json: The text of a plan for this batch, kept beside it.
+            parts: Rows that one reader takes together, for each such reader, in its order.
+            key: Names what is in the batch. A second batch of the same key is not added: the id of
+                the first is returned, so a write whose outcome is unknown can be repeated.
+        """
+        ...
+
+    def finish(self) -> int:
+        """Closes the run: no batch follows. Returns the number of batches."""
         ...

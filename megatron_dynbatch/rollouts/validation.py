@@ -69,6 +69,7 @@ def _faults(
             yield f"{label}, {fault}"
     yield from _mixed_groups(samples, labels)
     yield from _partly_given(samples, labels)
+    yield from _unlike_extras(samples, labels)
 
 
 def _sample_faults(sample: Sample, vocab_size: int | None) -> Iterator[str]:
@@ -77,10 +78,10 @@ def _sample_faults(sample: Sample, vocab_size: int | None) -> Iterator[str]:
         return
     yield from _token_faults(sample.tokens, vocab_size)
     yield from _mask_faults(sample)
-    for name in ("rollout_id", "group_id"):
+    for name in ("rollout_id", "group_id", "policy_version"):
         number = getattr(sample, name)
         if number is not None and number < 0:
-            yield f"{name}: {number} is negative; use None or −1 for an absent id"
+            yield f"{name}: {number} is negative; use None or −1 for an absent one"
     trained = sample.loss_mask != 0
     is_trained = bool(trained.any())
     for name in ("reward", "advantage"):
@@ -91,6 +92,13 @@ def _sample_faults(sample: Sample, vocab_size: int | None) -> Iterator[str]:
         value = getattr(sample, name)
         if isinstance(value, np.ndarray):
             yield from _per_token_faults(name, value, trained)
+    for kind, length in (
+        ("token_arrays", sample.total_length),
+        ("response_arrays", sample.response_length),
+    ):
+        for name, array in getattr(sample, kind).items():
+            if len(array) != length:
+                yield f"{kind}[{name!r}]: {len(array)} entries for {length} tokens; give one each"
 
 
 def _token_faults(tokens: NDArray[np.int64], vocab_size: int | None) -> Iterator[str]:
@@ -161,3 +169,25 @@ def _partly_given(samples: Sequence[Sample], labels: Sequence[str]) -> Iterator[
                 f"{labels[missing[0]]}, {name}: absent, as in {len(missing)} of {len(trained)} "
                 "samples with trained tokens; give it for all of them or for none"
             )
+
+
+def _unlike_extras(samples: Sequence[Sample], labels: Sequence[str]) -> Iterator[str]:
+    """Arrays for the user's code have one dtype and one shape per token in a batch."""
+    for kind in ("token_arrays", "response_arrays"):
+        first: dict[str, int] = {}
+        for row, sample in enumerate(samples):
+            for name, array in getattr(sample, kind).items():
+                other = getattr(samples[first.setdefault(name, row)], kind)[name]
+                if (array.dtype, array.shape[1:]) != (other.dtype, other.shape[1:]):
+                    yield (
+                        f"{labels[row]}, {kind}[{name!r}]: {array.dtype} {list(array.shape[1:])} "
+                        f"per token, but {labels[first[name]]} has {other.dtype} "
+                        f"{list(other.shape[1:])}; give the same for all samples"
+                    )
+        for name in first:
+            missing = [row for row, s in enumerate(samples) if name not in getattr(s, kind)]
+            if missing:
+                yield (
+                    f"{labels[missing[0]]}, {kind}[{name!r}]: absent, as in {len(missing)} of "
+                    f"{len(samples)} samples; give it for all of them or for none"
+                )

@@ -1,7 +1,19 @@
 """The step feed: rollouts and plans, handed to every rank one step at a time."""
 
+from megatron_dynbatch.steps.announce import Staleness
 from megatron_dynbatch.steps.cursor import Cursor
 from megatron_dynbatch.steps.exchange import Exchange, RankFailure
-from megatron_dynbatch.steps.feed import BatchTimeout, Step, StepFeed
+from megatron_dynbatch.steps.feed import BatchTimeout, StepFeed
+from megatron_dynbatch.steps.prefetch import OpenBatch
+from megatron_dynbatch.steps.step import Step
 
-__all__ = ["BatchTimeout", "Cursor", "Exchange", "RankFailure", "Step", "StepFeed"]
+__all__ = [
+    "BatchTimeout",
+    "Cursor",
+    "Exchange",
+    "OpenBatch",
+    "RankFailure",
+    "Staleness",
+    "Step",
+    "StepFeed",
+]

@@ -22,7 +22,9 @@ class Cursor:
         consumed_rollouts: Rollouts of finished steps (trained, overflowed or empty).
         dropped_rollouts: Rollouts left out by the ``drop`` policies.
         empty_steps: Steps without a trained token, which were passed over.
+        stale_rollouts: Rollouts that were older than the limit, dropped or trained.
         step_options: The options of `STEP_OPTIONS` under which the batch was planned.
+        steps_digest: Hash of which rows are in which step of the batch, None before it is planned.
     """
 
     batch_id: int = 0
@@ -31,7 +33,29 @@ class Cursor:
     consumed_rollouts: int = 0
     dropped_rollouts: int = 0
     empty_steps: int = 0
+    stale_rollouts: int = 0
     step_options: Mapping[str, Any] | None = None
+    steps_digest: str | None = None
+
+    @property
+    def first_batch(self) -> int:
+        """The earliest batch that is still read from here on."""
+        return min([self.batch_id, *(batch for batch, _ in self.carried)])
+
+    def in_batch(self, step_options: Mapping[str, Any], steps_digest: str) -> Cursor:
+        """The cursor when the batch is planned.
+
+        Raises:
+            ValueError: Some of its steps are trained, and those were other steps.
+        """
+        if self.step_index > 0 and self.steps_digest not in (None, steps_digest):
+            raise ValueError(
+                f"the checkpoint stands at step {self.step_index} of rollout batch "
+                f"{self.batch_id}, but now other rollouts form its steps: a step splitter, cap, "
+                "oversize policy, layout or staleness limit has changed, or the batch; finish the "
+                "batch with the old ones"
+            )
+        return replace(self, step_options=dict(step_options), steps_digest=steps_digest)
 
     def after_step(self, step_global_batch_size: int, *, empty: bool) -> Cursor:
         """The cursor when the step is finished, still inside its batch."""
@@ -42,7 +66,12 @@ class Cursor:
             empty_steps=self.empty_steps + int(empty),
         )
 
-    def after_batch(self, carried: tuple[tuple[int, int], ...], dropped_rollouts: int) -> Cursor:
+    def after_batch(
+        self,
+        carried: tuple[tuple[int, int], ...],
+        dropped_rollouts: int,
+        stale_rollouts: int = 0,
+    ) -> Cursor:
         """The cursor at the start of the next batch."""
         return replace(
             self,
@@ -50,7 +79,9 @@ class Cursor:
             step_index=0,
             carried=carried,
             dropped_rollouts=self.dropped_rollouts + dropped_rollouts,
+            stale_rollouts=self.stale_rollouts + stale_rollouts,
             step_options=None,
+            steps_digest=None,
         )
 
     def check_options(self, now: Mapping[str, Any]) -> None:

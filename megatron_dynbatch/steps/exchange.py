@@ -94,6 +94,20 @@ class Exchange:
             self._get(f"{key}/equal", "rank 0 to compare all ranks", 2 * self.timeout)
             self._forget(self._calls + 1)
 
+    def post(self, name: str, message: Any) -> None:
+        """Leave a message that other ranks may look for at any time (also from another thread)."""
+        self._store.set(f"post/{name}", json.dumps(message))
+
+    def look(self, name: str) -> Any:
+        """The message that was posted under ``name``, or None; never waits."""
+        if not self._store.check([f"post/{name}"]):
+            return None
+        return json.loads(self._store.get(f"post/{name}"))
+
+    def take_down(self, name: str) -> None:
+        """Delete a posted message."""
+        self._store.delete_key(f"post/{name}")
+
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks of an error here; they raise it at their next wait."""
         if not self._store.check(["failed"]):  # the first error is the cause

@@ -1,139 +1,40 @@
 """The step feed: which step comes next, with its data, on every rank.
 
 Rank 0 alone looks for the next rollout batch and plans it; every rank waits at the step boundary,
-then reads its own rows and compares what it sees with the others. Between two batches' boundaries
-no rank talks to another one here.
+has read its own rows, and compares what it sees with the others. All that can be done before the
+boundary is done in threads while the batch before it trains.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from megatron_dynbatch._version import __version__
-from megatron_dynbatch.layout.micro_batch import MicroBatch, pack_micro_batch, slice_packed
-from megatron_dynbatch.layout.packed_sequence import PackedSequence
-from megatron_dynbatch.layout.stock import stock_batch
-from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, StepPlan, make_plan
-from megatron_dynbatch.rollouts import RolloutSource, Sample, SampleIndex
+from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions
+from megatron_dynbatch.plan.handshake import publish_layout
+from megatron_dynbatch.rollouts import RolloutSource, Sample
+from megatron_dynbatch.rollouts.flow import publish_progress
+from megatron_dynbatch.steps.announce import Announcer, Origins, Staleness, rows_by_batch
 from megatron_dynbatch.steps.cursor import STEP_OPTIONS, Cursor
 from megatron_dynbatch.steps.exchange import Exchange, progress
-
-_POLL_SECONDS = 0.05
-_PROGRESS_SECONDS = 10.0
+from megatron_dynbatch.steps.prefetch import OpenBatch, Prefetch
+from megatron_dynbatch.steps.step import Step
 
 BatchNeeded = Callable[[Cursor], None]
+BatchOpened = Callable[[OpenBatch], Mapping[int, Sample]]
 
 
 class BatchTimeout(TimeoutError):
     """Neither a batch nor the end of the rollouts came in time."""
-
-
-class Step:
-    """One optimizer step on this rank: its plan, its data, and how far the data was built.
-
-    Args:
-        plan: Plan of the batch.
-        step_index: Which of its steps.
-        batch_id: The rollout batch.
-        dp_rank: Data-parallel rank whose micro-batches these are.
-        cp_rank: Context-parallel rank, for the slice of each micro-batch.
-        samples: Plan row → sample, for the rows of this DP rank.
-        width: Laid-out tokens of every micro-batch, or None for each its own length.
-        device: Where tensors go.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        step_index: int,
-        batch_id: int,
-        *,
-        dp_rank: int,
-        cp_rank: int,
-        samples: Mapping[int, Sample],
-        width: int | None,
-        device: torch.device | str,
-    ) -> None:
-        self.plan = plan
-        self.step_index = step_index
-        self.batch_id = batch_id
-        self.dp_rank = dp_rank
-        self.cp_rank = cp_rank
-        self.samples = samples
-        self.width = width
-        self.device = device
-        self._packed: dict[int, PackedSequence] = {}
-        self._built: dict[int, MicroBatch] = {}
-
-    @property
-    def step_plan(self) -> StepPlan:
-        """The plan of this step alone."""
-        return self.plan.steps[self.step_index]
-
-    @property
-    def step_global_batch_size(self) -> int:
-        """G: rollouts of the step."""
-        return self.step_plan.step_global_batch_size
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """T: tokens of the step's samples over all ranks, padding not counted."""
-        return int(self.plan.index.total_lengths[self.step_plan.samples].sum())
-
-    @property
-    def num_microbatches(self) -> int:
-        """M: micro-batches that every DP rank runs, dummies included."""
-        return self.step_plan.num_microbatches
-
-    def micro_batch(self, k: int) -> MicroBatch:
-        """Micro-batch ``k`` of this rank, 0 ≤ k < M, as tensors; built once.
-
-        Raises:
-            IndexError: There is no micro-batch ``k``.
-        """
-        if k not in self._built:
-            self._built[k] = slice_packed(
-                self.packed(k),
-                self.step_plan,
-                self.dp_rank,
-                self.cp_rank,
-                self.plan.layout.cp,
-                device=self.device,
-            )
-        return self._built[k]
-
-    def stock_batch(self, k: int) -> dict[str, torch.Tensor]:
-        """Micro-batch ``k`` of this rank in Megatron's SFT batch contract, before the CP slice.
-
-        Raises:
-            IndexError: There is no micro-batch ``k``.
-        """
-        return stock_batch(self.packed(k))
-
-    def packed(self, k: int) -> PackedSequence:
-        """Micro-batch ``k`` of this rank as a full sequence on the host.
-
-        Raises:
-            IndexError: There is no micro-batch ``k``.
-        """
-        if not 0 <= k < self.num_microbatches:
-            raise IndexError(
-                f"step {self.step_index} of rollout batch {self.batch_id} has "
-                f"{self.num_microbatches} micro-batches on DP rank {self.dp_rank}; micro-batch "
-                f"{k} was asked for"
-            )
-        if k not in self._packed:
-            self._packed[k] = pack_micro_batch(
-                self.plan, self.step_index, self.dp_rank, k, self.samples, width=self.width
-            )
-        return self._packed[k]
 
 
 class StepFeed:
@@ -148,7 +49,13 @@ class StepFeed:
         exchange: Connects the ranks; a single process by default.
         batch_timeout: Seconds that rank 0 waits for a batch or the end.
         device: Where micro-batches go.
+        fields: Optional fields of samples that this rank reads; None: all that there are.
+        staleness: Which rollouts are too old, and what happens to them.
+        keep_batches: Batches to keep before the one that a completed checkpoint stands at; None:
+            nothing is deleted.
         on_batch_needed: Called on every rank when the next batch is not there yet, before waiting.
+        on_batch_opened: Called on every rank before the first step of a batch; it may run
+            forward-only passes, and returns the samples to train in the place of the batch's.
     """
 
     def __init__(
@@ -162,7 +69,11 @@ class StepFeed:
         exchange: Exchange | None = None,
         batch_timeout: float = 1800.0,
         device: torch.device | str = "cpu",
+        fields: Collection[str] | None = None,
+        staleness: Staleness | None = None,
+        keep_batches: int | None = None,
         on_batch_needed: BatchNeeded | None = None,
+        on_batch_opened: BatchOpened | None = None,
     ) -> None:
         self.source = source
         self.layout = layout
@@ -172,12 +83,19 @@ class StepFeed:
         self.exchange = exchange or Exchange.alone()
         self.batch_timeout = batch_timeout
         self.device = device
+        self.fields = fields
+        self.staleness = staleness or Staleness()
+        self.keep_batches = keep_batches
         self.on_batch_needed = on_batch_needed
+        self.on_batch_opened = on_batch_opened
         self.cursor = Cursor()
-        self._plan: Plan | None = None
-        self._origins: list[tuple[int, int]] = []
-        self._samples: dict[int, Sample] = {}
+        self._announcer = Announcer(source, layout, options, self.staleness)
+        self._packer = ThreadPoolExecutor(1, thread_name_prefix="pack")
+        self._batch: OpenBatch | None = None
+        self._prefetch: Prefetch | None = None
         self._step: Step | None = None
+        self._num_restored = 0
+        self._is_published = False
 
     @property
     def width(self) -> int | None:
@@ -191,8 +109,16 @@ class StepFeed:
             ValueError: Options that form steps changed inside a batch.
         """
         cursor.check_options(self._step_options())
+        self.close()
         self.cursor = cursor
-        self._plan = self._step = None
+        self._batch = self._step = None
+        self._num_restored += 1
+
+    def close(self) -> None:
+        """End the threads; `open_step` starts them again."""
+        if self._prefetch is not None:
+            self._prefetch.cancel()
+            self._prefetch = None
 
     def open_step(self) -> Step | None:
         """Open the next step that trains something; None when the rollouts have ended.
@@ -206,133 +132,166 @@ class StepFeed:
         """
         if self._step is not None:
             raise RuntimeError("finish_step() was not called for the step that is open")
+        start = time.monotonic()
         while True:
-            if self._plan is None and not self._next_batch():
+            if self._batch is None and not self._next_batch():
                 return None
-            assert self._plan is not None
-            step = Step(
-                self._plan,
-                self.cursor.step_index,
-                self.cursor.batch_id,
-                dp_rank=self.dp_rank,
-                cp_rank=self.cp_rank,
-                samples=self._samples,
-                width=self.width,
-                device=self.device,
-            )
-            self._step = step
+            assert self._batch is not None
+            step = self._step = self._make_step(self._batch, self.cursor.step_index)
             if step.step_plan.num_trained_tokens > 0:
+                self._work_ahead(self._batch, step)
+                step.wait_seconds = time.monotonic() - start
                 return step
             self.finish_step()
 
     def finish_step(self) -> int:
         """Count the open step as consumed and move the cursor; returns its G."""
-        step, plan = self._step, self._plan
-        if step is None or plan is None:
+        step, batch = self._step, self._batch
+        if step is None or batch is None or batch.plan is None:
             raise RuntimeError("no step is open")
         self._step = None
+        del batch.steps[step.step_index]
         size = step.step_global_batch_size
         empty = step.step_plan.num_trained_tokens == 0
         self.cursor = self.cursor.after_step(size, empty=empty)
-        if self.cursor.step_index == len(plan.steps):
-            self._close_batch(plan)
+        if self.cursor.step_index == len(batch.plan.steps):
+            self._close_batch(batch)
         return size
 
-    def _close_batch(self, plan: Plan) -> None:
-        carried = tuple(self._origins[row] for row in plan.carried)
-        dropped = np.unique(plan.index.rollout_indices[list(plan.dropped)]).size
-        self.cursor = self.cursor.after_batch(carried, int(dropped))
-        self._plan, self._samples, self._origins = None, {}, []
+    def checkpoint_completed(self, cursor: Cursor) -> None:
+        """Delete what no resume needs, now that a checkpoint with `cursor` is completed."""
+        if self.keep_batches is not None and self.exchange.rank == 0:
+            self.source.delete_before(max(0, cursor.first_batch - self.keep_batches))
+
+    def _make_step(self, batch: OpenBatch, step_index: int) -> Step:
+        if step_index not in batch.steps:
+            assert batch.plan is not None
+            batch.steps[step_index] = Step(
+                batch.plan,
+                step_index,
+                batch.batch_id,
+                dp_rank=self.dp_rank,
+                cp_rank=self.cp_rank,
+                samples=batch.samples,
+                width=self.width,
+                device=self.device,
+            )
+        return batch.steps[step_index]
+
+    def _work_ahead(self, batch: OpenBatch, step: Step) -> None:
+        """Pack this step and the next one, and prepare the next batch."""
+        assert batch.plan is not None
+        step.pack_ahead(self._packer)
+        if step.step_index + 1 < len(batch.plan.steps):
+            self._make_step(batch, step.step_index + 1).pack_ahead(self._packer)
+        if self._prefetch is None:
+            self._prefetch = self._prepare(_cursor_after(self.cursor, batch))
+
+    def _close_batch(self, batch: OpenBatch) -> None:
+        self.cursor = _cursor_after(self.cursor, batch)
+        self._batch = None
 
     def _next_batch(self) -> bool:
         """Get the plan of the batch at the cursor on every rank; False at the end."""
         while True:
-            message = self._announcement()
-            if message["kind"] == "end":
+            batch = self._agreed_batch()
+            if batch.message["kind"] == "end":
                 return False
-            plan = Plan.from_json(message["plan"])
-            self._origins = [(int(batch), int(row)) for batch, row in message["origins"]]
-            with self.exchange.failing():
-                self._samples = self._read_own_rows(plan)
-            self.exchange.compare(self._facts(plan))
-            self.cursor = Cursor.from_dict(
-                {**self.cursor.to_dict(), "step_options": self._step_options()}
-            )
-            self._plan = plan
-            if self.cursor.step_index < len(plan.steps):
-                return True
-            self._close_batch(plan)  # a batch whose rollouts were all carried or dropped
+            if batch.plan is not None:
+                with self.exchange.failing():
+                    digest = _steps_digest(batch.plan, batch.origins)
+                    self.cursor = self.cursor.in_batch(self._step_options(), digest)
+                    if self.on_batch_opened is not None and self.cursor.step_index < len(
+                        batch.plan.steps
+                    ):
+                        batch.samples = dict(self.on_batch_opened(batch))
+                if self.cursor.step_index < len(batch.plan.steps):
+                    self._batch = batch
+                    return True
+            self._close_batch(batch)  # all its rollouts were carried or dropped
 
-    def _announcement(self) -> dict[str, Any]:
+    def _agreed_batch(self) -> OpenBatch:
+        """The batch at the cursor, as all ranks have it."""
         waiting = f"rank 0 to announce rollout batch {self.cursor.batch_id}"
         patience = self.batch_timeout + self.exchange.timeout
+        self._publish_layout()
+        if self._prefetch is None:
+            self._prefetch = self._prepare(self.cursor)
+        prefetch = self._prefetch
         if self.on_batch_needed is not None:
-            state = self.exchange.broadcast(self._state, waiting, patience)
-            if state == "absent":
+            is_there = self.exchange.broadcast(self._is_batch_there, waiting, patience)
+            if not is_there:
                 with self.exchange.failing():
                     self.on_batch_needed(self.cursor)
-        return self.exchange.broadcast(self._announce, waiting, patience)
+        self.exchange.broadcast(self._wait_for_batch, waiting, patience)
+        with self.exchange.failing():
+            batch = prefetch.result(
+                f"rollout batch {self.cursor.batch_id} to be read",
+                self.exchange.timeout,
+                self._raise_timeout,
+            )
+        self._prefetch = None
+        self.exchange.compare(self._facts(batch))
+        if self.exchange.rank == 0:
+            self.exchange.take_down(self._post_name(batch.batch_id))
+            _tolerant(lambda: publish_progress(self.source, self.cursor.batch_id))
+        return batch
 
-    def _state(self) -> str:
-        return self.source.state(self.cursor.batch_id)
+    def _is_batch_there(self) -> bool:
+        assert self._prefetch is not None
+        return self._prefetch.is_done or self.source.state(self.cursor.batch_id) != "absent"
 
-    def _announce(self) -> dict[str, Any]:
-        """On rank 0: wait for the batch, plan it, and say what every rank must know."""
-        state = self._wait_for_batch()
-        carried = list(self.cursor.carried)
-        if state == "end" and self.cursor.batch_id == 0:
-            raise ValueError(f"{self.source} was closed without a single rollout")
-        if state == "end" and not carried:
-            return {"kind": "end"}
-        parts = [self._carried_index(carried)] if carried else []
-        origins = carried
-        if state == "present":
-            index = self.source.index(self.cursor.batch_id)
-            rows = range(len(index.total_lengths))
-            origins = carried + [(self.cursor.batch_id, row) for row in rows]
-            parts.append(index)
-        plan = make_plan(
-            SampleIndex.concat(parts), self.layout, self.options, last=state == "end"
-        )
-        plan.check()
-        return {"kind": "plan", "plan": plan.to_json(), "origins": origins}
+    def _wait_for_batch(self) -> None:
+        """On rank 0: return when the batch was planned."""
+        assert self._prefetch is not None
+        what = f"rollout batch {self.cursor.batch_id} in {self.source}"
+        self._prefetch.result(what, self.batch_timeout, self._raise_timeout)
 
-    def _wait_for_batch(self) -> str:
-        start = time.monotonic()
-        next_line = start + _PROGRESS_SECONDS
-        while (state := self._state()) == "absent":
-            now = time.monotonic()
-            if now - start > self.batch_timeout:
-                raise BatchTimeout(
-                    f"neither rollout batch {self.cursor.batch_id} nor an END marker appeared in "
-                    f"{self.source} within {self.batch_timeout:.0f} s; look at the rollout side, "
-                    "or raise --batch-timeout"
-                )
-            if now > next_line:
-                progress(
-                    f"waiting for rollout batch {self.cursor.batch_id} in {self.source} "
-                    f"({now - start:.0f} s)"
-                )
-                next_line = now + _PROGRESS_SECONDS
-            time.sleep(_POLL_SECONDS)
-        return state
-
-    def _carried_index(self, origins: list[tuple[int, int]]) -> SampleIndex:
-        by_batch = _rows_by_batch(origins)
-        return SampleIndex.concat(
-            [self.source.index(batch).take(rows) for batch, rows in by_batch.items()]
+    def _raise_timeout(self) -> NoReturn:
+        raise BatchTimeout(
+            f"neither rollout batch {self.cursor.batch_id} nor an END marker appeared in "
+            f"{self.source} within {self.batch_timeout:.0f} s; look at the rollout side, "
+            "or raise --batch-timeout"
         )
 
-    def _read_own_rows(self, plan: Plan) -> dict[int, Sample]:
-        steps = plan.steps[self.cursor.step_index :]
+    def _prepare(self, cursor: Cursor) -> Prefetch:
+        """Start the thread that gets the batch at a cursor."""
+        name = self._post_name(cursor.batch_id)
+
+        def prepare(thread: Prefetch) -> OpenBatch:
+            if self.exchange.rank == 0:
+                state = thread.wait(lambda: _unless_absent(self.source.state(cursor.batch_id)))
+                message = self._announcer.announce(cursor, state)
+                self.exchange.post(name, message)
+            else:
+                message = thread.wait(lambda: self.exchange.look(name))
+            return self._read_batch(cursor, message)
+
+        return Prefetch(cursor.batch_id, prepare)
+
+    def _read_batch(self, cursor: Cursor, message: dict[str, Any]) -> OpenBatch:
+        batch = OpenBatch(cursor.batch_id, message, None, [], {}, {})
+        if message["kind"] != "plan":
+            return batch
+        batch.plan = Plan.from_json(message["plan"])
+        batch.origins = [(int(b), int(row)) for b, row in message["origins"]]
+        batch.samples = self._read_own_rows(batch.plan, batch.origins, cursor.step_index)
+        if self.staleness.policy == "train" and message["stale_rollouts"]:
+            _check_log_probs(batch, self.fields)
+        if self.on_batch_opened is None and cursor.step_index < len(batch.plan.steps):
+            self._make_step(batch, cursor.step_index).pack_ahead(self._packer)
+        return batch
+
+    def _read_own_rows(self, plan: Plan, origins: Origins, step_index: int) -> dict[int, Sample]:
+        steps = plan.steps[step_index:]
         wanted = sorted({r for s in steps for m in s.micro_batches[self.dp_rank] for r in m})
-        place = {self._origins[row]: row for row in wanted}
+        place = {origins[row]: row for row in wanted}
         samples: dict[int, Sample] = {}
-        for batch, rows in _rows_by_batch([self._origins[row] for row in wanted]).items():
-            for row, sample in zip(rows, self.source.read(batch, rows), strict=True):
+        for batch, rows in rows_by_batch([origins[row] for row in wanted]).items():
+            for row, sample in zip(rows, self.source.read(batch, rows, self.fields), strict=True):
                 samples[place[batch, row]] = sample
         for row, sample in samples.items():
-            batch, own_row = self._origins[row]
+            batch, own_row = origins[row]
             seen = (sample.total_length, sample.mask_sum)
             planned = (int(plan.index.total_lengths[row]), int(plan.index.mask_sums[row]))
             if seen != planned:
@@ -343,22 +302,66 @@ class StepFeed:
                 )
         return samples
 
-    def _facts(self, plan: Plan) -> dict[str, str]:
+    def _facts(self, batch: OpenBatch) -> dict[str, str]:
         """What must be equal on all ranks before a batch is trained."""
         return {
             "package version": __version__,
-            "plan": plan.fingerprint,
+            "plan": batch.message["kind"] if batch.plan is None else batch.plan.fingerprint,
             "options": str(asdict(self.options)),
             "layout": str(asdict(self.layout)),
             "cursor": str(self.cursor.to_dict()),
         }
 
+    def _publish_layout(self) -> None:
+        if not self._is_published and self.exchange.rank == 0:
+            _tolerant(lambda: publish_layout(self.source, self.layout, self.options))
+        self._is_published = True
+
+    def _post_name(self, batch_id: int) -> str:
+        return f"{self._num_restored}/{batch_id}"
+
     def _step_options(self) -> dict[str, Any]:
         return {name: getattr(self.options, name) for name in STEP_OPTIONS}
 
 
-def _rows_by_batch(origins: list[tuple[int, int]]) -> dict[int, list[int]]:
-    rows: dict[int, list[int]] = {}
-    for batch, row in origins:
-        rows.setdefault(batch, []).append(row)
-    return rows
+def _cursor_after(cursor: Cursor, batch: OpenBatch) -> Cursor:
+    """The cursor at the start of the batch that follows."""
+    stale = batch.message["stale_rollouts"]
+    dropped = batch.message["dropped_rollouts"]
+    if batch.plan is None:
+        return cursor.after_batch((), dropped, stale)
+    carried = tuple(batch.origins[row] for row in batch.plan.carried)
+    rows = list(batch.plan.dropped)
+    dropped += int(np.unique(batch.plan.index.rollout_indices[rows]).size)
+    return cursor.after_batch(carried, dropped, stale)
+
+
+def _steps_digest(plan: Plan, origins: Origins) -> str:
+    """Hash of which samples each step has, whatever ranks and micro-batches they are on."""
+    steps = [[origins[row] for row in step.samples.tolist()] for step in plan.steps]
+    return hashlib.sha256(json.dumps(steps).encode()).hexdigest()
+
+
+def _check_log_probs(batch: OpenBatch, fields: Collection[str] | None) -> None:
+    if fields is not None and "rollout_log_probs" not in fields:
+        return
+    for row, sample in batch.samples.items():
+        if sample.rollout_log_probs is None and sample.mask_sum:
+            origin, own_row = batch.origins[row]
+            raise ValueError(
+                f"row {own_row} of rollout batch {origin} has no rollout_log_probs: rollouts older "
+                "than the staleness limit can be trained only with importance weights; give them, "
+                "or let stale rollouts be dropped"
+            )
+
+
+def _unless_absent(state: str) -> str | None:
+    return None if state == "absent" else state
+
+
+def _tolerant(publish: Callable[[], None]) -> None:
+    """Notes are a service to the rollout side: a read-only directory trains all the same."""
+    try:
+        publish()
+    except OSError as error:
+        progress(f"the rollout side is not told of layout and progress ({error})")

@@ -101,8 +101,8 @@ def test_not_a_rollout_directory(tmp_path: Path, content: Any) -> None:
 @pytest.mark.parametrize(
     ("marker", "message"),
     [
-        ('{"format": "megatron-dynbatch rollouts", "version": 2}', "has format version 2"),
-        ('{"format": "else", "version": 1}', "not a rollout directory"),
+        ('{"format": "megatron-dynbatch rollouts", "version": 1}', "has format version 1"),
+        ('{"format": "else", "version": 2}', "not a rollout directory"),
         ("[]", "not a rollout directory"),
         ("{", "not valid JSON"),
     ],
@@ -116,7 +116,7 @@ def test_wrong_markers(tmp_path: Path, marker: str, message: str) -> None:
 def test_marker_of_this_version(tmp_path: Path) -> None:
     RolloutDirectory(tmp_path).write(golden_samples())
     marker = json.loads((tmp_path / "dynbatch.json").read_text())
-    assert marker == {"format": "megatron-dynbatch rollouts", "version": 1}
+    assert marker == {"format": "megatron-dynbatch rollouts", "version": 2}
 
 
 def test_batch_ids_stay_inside_the_directory(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_an_absent_batch_is_an_error_after_a_bounded_time(tmp_path: Path) -> Non
 def test_a_directory_that_shows_before_its_file(tmp_path: Path) -> None:
     """A shared file system may show a batch, and the marker, late: readers look again."""
     RolloutDirectory(tmp_path).write(golden_samples(), plan_json="{}")
-    samples_file = tmp_path / "batch-00000000" / "samples.parquet"
+    samples_file = tmp_path / "batch-00000000" / "index.parquet"
     files = [(f, f.read_bytes()) for f in (samples_file, tmp_path / "dynbatch.json")]
     for file, _ in files:
         file.unlink()
@@ -173,12 +173,15 @@ def test_a_damaged_batch_names_its_file(tmp_path: Path) -> None:
     directory = RolloutDirectory(tmp_path)
     directory.write(golden_samples(), plan_json="{}")
     batch = tmp_path / "batch-00000000"
-    content = (batch / "samples.parquet").read_bytes()
-    (batch / "samples.parquet").write_bytes(content[:-20])
+    content = (batch / "index.parquet").read_bytes()
+    (batch / "index.parquet").write_bytes(content[:-20])
     (batch / "plan.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(RolloutDataError, match="batch-00000000/samples.parquet: cannot be read"):
+    with pytest.raises(RolloutDataError, match="batch-00000000/index.parquet: cannot be read"):
         directory.index(0)
-    with pytest.raises(RolloutDataError, match="batch-00000000/samples.parquet: cannot be read"):
+    (batch / "index.parquet").write_bytes(content)
+    part = (batch / "part-00000.parquet").read_bytes()
+    (batch / "part-00000.parquet").write_bytes(part[:-20])
+    with pytest.raises(RolloutDataError, match="batch-00000000/part-00000.parquet: cannot be read"):
         directory.read(0, [0])
     with pytest.raises(RolloutDataError, match="batch-00000000/plan.json: not UTF-8"):
         directory.plan_json(0)
@@ -204,7 +207,7 @@ def _write_and_die(path: Path) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    module._sync = die  # type: ignore[assignment]
+    module.sync = die  # type: ignore[assignment]
     RolloutDirectory(path).write(golden_samples())
 
 
@@ -281,4 +284,86 @@ def test_readable_by_others_as_the_umask_says(tmp_path: Path) -> None:
         os.umask(umask)
     batch = tmp_path / "run" / "batch-00000000"
     assert batch.stat().st_mode & 0o777 == 0o755
-    assert (batch / "samples.parquet").stat().st_mode & 0o777 == 0o644
+    assert (batch / "index.parquet").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_second_batch_of_a_key_is_the_first(tmp_path: Path) -> None:
+    """A writer that does not know whether its write succeeded repeats it."""
+    assert RolloutDirectory(tmp_path).write(tagged(0, 0), key="a") == 0
+    directory = RolloutDirectory(tmp_path)
+    assert directory.write(tagged(0, 1)) == 1
+    assert directory.write(tagged(0, 0), key="a") == 0
+    assert directory.write(tagged(0, 2), key="b") == 2
+    assert RolloutDirectory(tmp_path).write(tagged(0, 2), key="b") == 2
+    directory.delete_before(2)
+    assert RolloutDirectory(tmp_path).write(tagged(0, 0), key="a") == 0  # trained and deleted
+    assert directory.finish() == 3
+    with pytest.raises(ValueError, match="key of a batch is empty"):
+        directory.write(tagged(0, 0), key="")
+
+
+def test_writers_of_one_key_at_once_write_one_batch(tmp_path: Path) -> None:
+    for attempt in range(10):
+        path = tmp_path / str(attempt)
+        RolloutDirectory(path).publish("note", "")
+        barrier = threading.Barrier(4)
+        written: list[int] = []
+
+        def write(
+            path: Path = path,
+            barrier: threading.Barrier = barrier,
+            written: list[int] = written,
+        ) -> None:
+            barrier.wait()
+            written.append(RolloutDirectory(path).write(golden_samples(), key="same"))
+
+        threads = [threading.Thread(target=write) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert written == [0] * 4
+        assert RolloutDirectory(path).finish() == 1
+
+
+def test_deleted_batches_are_errors_and_keep_their_numbers(tmp_path: Path) -> None:
+    directory = RolloutDirectory(tmp_path, open_timeout=0.05)
+    for number in range(4):
+        directory.write(tagged(0, number), plan_json="{}")
+    directory.delete_before(3)
+    directory.delete_before(3)
+    reader = RolloutDirectory(tmp_path, open_timeout=0.05)
+    for action in (reader.state, reader.index, lambda b: reader.read(b, [0]), reader.plan_json):
+        with pytest.raises(RolloutDataError, match="batch-00000001 was deleted: a checkpoint"):
+            action(1)
+    assert reader.state(3) == "present" and reader.state(4) == "absent"
+    assert visible_names(tmp_path / "batch-00000001") == ["DELETED"]
+    directory.delete_before(4)
+    assert reader.state(4) == "absent"
+    assert directory.write(tagged(0, 4)) == 4
+    assert directory.finish() == 5
+    assert reader.state(5) == "end"
+
+
+def test_notes(tmp_path: Path) -> None:
+    directory = RolloutDirectory(tmp_path / "run")
+    assert directory.published("layout") is None
+    directory.publish("layout", "1")
+    directory.publish("layout", "2")
+    assert RolloutDirectory(tmp_path / "run").published("layout") == "2"
+    assert directory.state(0) == "absent"
+    with pytest.raises(ValueError, match="note name '../x'"):
+        directory.publish("../x", "")
+
+
+def test_clocks_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer whose clock is an hour behind: its files are older than what they follow."""
+    directory = RolloutDirectory(tmp_path)
+    now = [2e9, 1e9, 3e9]
+    for number, seconds in enumerate(now):
+        monkeypatch.setattr("time.time", lambda s=seconds: s)
+        directory.write(tagged(0, number))
+        for path in [tmp_path, *tmp_path.rglob("*")]:
+            os.utime(path, (seconds, seconds))
+    found = [directory.read(b, [0])[0].tokens[1] for b in range(3)]
+    assert found == [0, 1, 2] and directory.state(3) == "absent"

@@ -1,22 +1,26 @@
 """Samples from JSON lines; errors name file and line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_dynbatch.rollouts import OPTIONAL_FIELDS, RolloutDataError, read_jsonl
-from tests.rollouts.helpers import assert_same_samples, golden_samples, random_samples
+from megatron_dynbatch.rollouts.sample import EXTRA_KINDS
+from tests.rollouts.helpers import FIELDS, assert_same_samples, golden_samples, random_samples
 
 
 def test_same_field_names(tmp_path: Path) -> None:
-    samples = golden_samples() + random_samples(20, seed=2)
+    none: dict[str, dict[str, Any]] = {kind: {} for kind in EXTRA_KINDS}  # not in JSON
+    samples = golden_samples() + [replace(s, **none) for s in random_samples(20, seed=2)]
     lines = []
     for sample in samples:
         record = {
             name: getattr(sample, name)
-            for name in ("tokens", "loss_mask", "rollout_id", "group_id", *OPTIONAL_FIELDS)
+            for name in (*FIELDS, *OPTIONAL_FIELDS)
         }
         plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in record.items()}
         lines.append(json.dumps(plain))

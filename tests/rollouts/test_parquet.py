@@ -1,6 +1,6 @@
-"""One batch as a file: round trip, little read for few rows, and every kind of damage named."""
+"""One batch as files: round trip, little read for few rows, and every kind of damage named."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynbatch.rollouts import RolloutDataError, Sample, SampleIndex, validate_samples
-from megatron_dynbatch.rollouts import parquet as module
-from megatron_dynbatch.rollouts.parquet import read_index, read_rows, write_samples
+from megatron_dynbatch.rollouts import (
+    RolloutDataError,
+    Sample,
+    SampleIndex,
+    parquet_read,
+    parquet_write,
+    validate_samples,
+)
+from megatron_dynbatch.rollouts.parquet_write import Parts, RowGroups
 from tests.rollouts.helpers import assert_same_samples, golden_samples, random_samples
+
+
+def index_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.index")
+
+
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """A part that holds the samples in row order, and its index."""
+    with open(path, "wb") as part, open(index_path(path), "wb") as index:
+        parquet_write.write_part(part, samples, range(len(samples)))
+        parquet_write.write_index(index, samples, Parts.of(len(samples), None).places)
+
+
+def read_index(path: Path, vocab_size: int | None = None) -> SampleIndex:
+    return parquet_read.read_index(index_path(path), vocab_size)
+
+
+def read_rows(
+    path: Path,
+    rows: Sequence[int],
+    fields: Collection[str] | None = None,
+    vocab_size: int | None = None,
+) -> list[Sample]:
+    found = parquet_read.read_part([path], {row: row for row in rows}, fields, vocab_size)
+    return [found[row] for row in rows]
 
 
 def bytes_read(action: Callable[[], object]) -> int:
@@ -69,7 +100,8 @@ def test_only_the_fields_asked_for(tmp_path: Path) -> None:
 
 
 def test_row_groups_are_bounded_by_tokens_and_rows() -> None:
-    groups = module._row_groups([60_000, 5_536, 1, 200_000, 10] + [1] * 40)
+    lengths = [60_000, 5_536, 1, 200_000, 10] + [1] * 40
+    groups = parquet_write._row_groups(lengths, RowGroups(rows=32, tokens=65_536))
     assert [(g.start, g.stop) for g in groups] == [(0, 2), (2, 3), (3, 4), (4, 36), (36, 45)]
 
 
@@ -83,7 +115,7 @@ def test_few_rows_are_few_bytes(tmp_path: Path) -> None:
     assert bytes_read(lambda: read_rows(path, range(640))) > 0.9 * size
     assert bytes_read(lambda: read_index(path)) < 0.05 * size
     group_bytes = size / pq.ParquetFile(path).num_row_groups
-    footer_bytes = 66_000  # pyarrow starts with the last 64 KiB of a file
+    footer_bytes = 20_000
     assert bytes_read(lambda: read_rows(path, [320, 321])) < 1.1 * group_bytes + footer_bytes
     assert bytes_read(lambda: read_rows(path, [])) < footer_bytes
 
@@ -92,7 +124,9 @@ def test_no_such_row(tmp_path: Path) -> None:
     write_samples(tmp_path / "f", golden_samples())
     for row in (4, -1):
         with pytest.raises(ValueError, match=f"no row {row}; the batch has rows 0 to 3"):
-            read_rows(tmp_path / "f", [0, row])
+            parquet_read.read_places(index_path(tmp_path / "f"), [0, row])
+    with pytest.raises(RolloutDataError, match="row 4 should be at position 4 of 4"):
+        read_rows(tmp_path / "f", [4])
 
 
 def test_vocabulary_is_checked_without_reading_tokens(tmp_path: Path) -> None:
@@ -126,73 +160,84 @@ def int_lists(values: list[list[int | None] | None]) -> Any:
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("tokens", None, "column tokens is missing"),
         ("mask_sum", None, "column mask_sum is missing"),
-        ("tokens", pa.array([[1.0]] * 4), "column tokens has type list<.*double>, not list"),
         ("rollout_id", pa.array(["a"] * 4), "column rollout_id has type string, not int64"),
         ("group_id", pa.array([1, None, 2, 3]), "row 1, column group_id is empty"),
         ("total_length", pa.array([7, 6, 0, 3]), r"rows 2 \(rollout 1\) has no tokens"),
         ("response_length", pa.array([9, 1, 2, 2]), r"rows 0 \(rollout 0\) has more response"),
+        ("policy_version", pa.array([0, 0, -2, 0]), r"rows 2 \(rollout 1\) has a negative policy"),
     ],
 )
-def test_wrong_columns_are_named(tmp_path: Path, column: str, values: Any, message: str) -> None:
+def test_wrong_columns_of_an_index_are_named(
+    tmp_path: Path, column: str, values: Any, message: str
+) -> None:
     path = tmp_path / "f"
     write_samples(path, golden_samples())
-    rewrite(path, lambda c: c.pop(column) if values is None else c.update({column: values}))
+    change = {column: values}
+    rewrite(index_path(path), lambda c: c.pop(column) if values is None else c.update(change))
     with pytest.raises(RolloutDataError, match=message) as caught:
         read_index(path)
     assert str(path) in str(caught.value)
-    with pytest.raises(RolloutDataError, match=str(path)):
-        read_rows(path, range(4))
 
 
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        (
-            "tokens",
-            int_lists([[6] * 7, [15] * 6, [23] * 5, [32]]),
-            "row 2, column total_length says 4",
-        ),
-        ("tokens", int_lists([[6] * 7, [15, None], [1], [1]]), "row 1, column tokens has an empty"),
+        ("tokens", None, "column tokens is missing"),
+        ("tokens", pa.array([[1.0]] * 4), "column tokens has type list<.*double>, not list"),
+        ("values", pa.array([1.0] * 4), "column values has type double, not list"),
+        ("tokens", int_lists([[6] * 7, [15, None], [1], [1]]), "column tokens has an empty entry"),
         ("tokens", int_lists([[6] * 7, [15] * 6, None, [1]]), "row 2, column tokens is empty"),
-        ("max_token_id", pa.array([6, 15, 23, 3]), "row 3, column max_token_id says 3"),
-        ("mask_sum", pa.array([3, 1, 1, 2]), "row 2, column mask_sum says 1"),
+        ("tokens", int_lists([[6] * 7, [15] * 6, [1], [1]]), "row 2 .*loss_mask: response and"),
+        ("row", pa.array([0, 1, 3, 2]), "position 2 holds row 3, the index says row 2"),
         ("rollout_id", pa.array([0, -9, 1, 2]), "row 1 .*rollout_id: -9 is negative"),
     ],
 )
-def test_wrong_rows_are_named(tmp_path: Path, column: str, values: Any, message: str) -> None:
+def test_wrong_columns_of_a_part_are_named(
+    tmp_path: Path, column: str, values: Any, message: str
+) -> None:
     path = tmp_path / "f"
     write_samples(path, golden_samples())
-    rewrite(path, lambda c: c.update({column: values}))
+    rewrite(path, lambda c: c.pop(column) if values is None else c.update({column: values}))
     with pytest.raises(RolloutDataError, match=message) as caught:
         read_rows(path, range(4))
     assert str(path) in str(caught.value)
 
 
-def test_row_numbers_are_those_of_the_file(tmp_path: Path) -> None:
+def test_row_numbers_are_those_of_the_batch(tmp_path: Path) -> None:
     samples = random_samples(70, seed=5)
-    write_samples(tmp_path / "f", samples)
-    table = pq.read_table(tmp_path / "f")
-    sums = table.column("mask_sum").to_pylist()
-    sums[66] += 1
-    columns = {name: table.column(name) for name in table.column_names}
-    columns["mask_sum"] = pa.array(sums)
-    pq.write_table(pa.table(columns), tmp_path / "f", row_group_size=32, store_schema=False)
-    with pytest.raises(RolloutDataError, match="row 66, column mask_sum"):
-        read_rows(tmp_path / "f", [1, 66, 40])
-    assert_same_samples(read_rows(tmp_path / "f", [65, 69]), [samples[65], samples[69]])
+    parts = Parts.of(70, [[66, 1], [40]])
+    assert [len(rows) for rows in parts.rows] == [2, 1, 67]
+    path = tmp_path / "f"
+    with open(path, "wb") as file:
+        parquet_write.write_part(file, [samples[66], samples[1]], parts.rows[0])
+    assert_same_samples(
+        list(parquet_read.read_part([path], {1: 1, 66: 0}).values()), [samples[1], samples[66]]
+    )
+    rewrite(path, lambda c: c.update({"group_id": pa.array([-5, 0])}))
+    with pytest.raises(RolloutDataError, match="row 66 .*group_id: -5 is negative"):
+        parquet_read.read_part([path], {66: 0})
+
+
+@pytest.mark.parametrize("parts", [[[0, 1], [1]], [[4]], [[-1]]])
+def test_parts_hold_rows_of_the_batch_once(parts: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="is not one of the 4 rows, or is in two places"):
+        Parts.of(4, parts)
 
 
 def test_every_truncation_is_named(tmp_path: Path) -> None:
     path = tmp_path / "f"
     write_samples(path, golden_samples())
     content = path.read_bytes()
+    index_content = index_path(path).read_bytes()
     for length in range(0, len(content), 79):
         path.write_bytes(content[:length])
-        for read in (lambda: read_index(path), lambda: read_rows(path, range(4))):
+        index_path(path).write_bytes(index_content[:length])
+        with pytest.raises(RolloutDataError, match=str(path)):
+            read_rows(path, range(4))
+        if length < len(index_content):
             with pytest.raises(RolloutDataError, match=str(path)):
-                read()
+                read_index(path)
 
 
 def test_flipped_bytes_are_named_or_harmless(tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
+from megatron_dynbatch.plan.handshake import publish_layout, read_layout, write_planned
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
-from megatron_dynbatch.steps import BatchTimeout, Cursor, StepFeed
+from megatron_dynbatch.steps import BatchTimeout, Cursor, OpenBatch, Staleness, StepFeed
 from megatron_dynbatch.steps.cursor import STEP_OPTIONS
 
 LAYOUT = ParallelLayout()
@@ -162,3 +166,223 @@ def test_micro_batches_end_at_the_planned_count(tmp_path: Path) -> None:
     assert step is not None and step.num_microbatches == 1
     with pytest.raises(IndexError, match="has 1 micro-batches on DP rank 0; micro-batch 1"):
         step.micro_batch(1)
+
+
+def test_the_rollout_sides_plan_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = RolloutDirectory(tmp_path / "r")
+    publish_layout(source, LAYOUT, PlanOptions(max_tokens_per_gpu=12, rollouts_per_step=3))
+    write_planned(source, [sample(n, n) for n in range(1, 6)])
+    source.finish()
+    monkeypatch.setattr("megatron_dynbatch.steps.announce.make_plan", None)
+    steps = feed(source, rollouts_per_step=3)
+    assert trained_numbers(steps) == [[1, 2, 3], [4, 5]]
+    assert "plan" not in capsys.readouterr().out
+
+
+def test_another_layout_is_planned_again_and_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = RolloutDirectory(tmp_path / "r")
+    publish_layout(source, LAYOUT, PlanOptions(max_tokens_per_gpu=12, rollouts_per_step=2))
+    for batch in range(3):
+        write_planned(source, [sample(10 * batch + n, n) for n in range(1, 4)])
+    source.write([sample(40, 1)])
+    source.write([sample(50, 1)])
+    source.finish()
+    steps = feed(source, rollouts_per_step=3)
+    assert trained_numbers(steps) == [[1, 2, 3], [11, 12, 13], [21, 22, 23], [40], [50]]
+    assert capsys.readouterr().out.splitlines() == [
+        "[megatron_dynbatch] rollout batch 0 has a plan that is not used: it was made for another "
+        "options (rollouts_per_step=2); rank 0 plans it (said once)",
+        "[megatron_dynbatch] rollout batch 3 came without a plan; rank 0 plans it (said once)",
+    ]
+    assert read_layout(source) == (LAYOUT, steps.options)  # of the trainer that is there now
+
+
+def test_carried_leftovers_make_it_plan_again(tmp_path: Path) -> None:
+    source = RolloutDirectory(tmp_path / "r")
+    options = PlanOptions(max_tokens_per_gpu=12, rollouts_per_step=3, leftover="carry")
+    publish_layout(source, LAYOUT, options)
+    for batch in range(3):
+        write_planned(source, [sample(10 * batch + n, n) for n in range(1, 5)])
+    source.finish()
+    steps = feed(source, rollouts_per_step=3, leftover="carry")
+    assert trained_numbers(steps) == [[1, 2, 3], [4, 11, 12], [13, 14, 21], [22, 23, 24]]
+
+
+def test_an_unreadable_plan_does_not_stop_training(tmp_path: Path) -> None:
+    source = RolloutDirectory(tmp_path / "r")
+    source.write([sample(1, 1)], plan_json="{}")
+    source.finish()
+    assert trained_numbers(feed(source)) == [[1]]
+
+
+def test_other_steps_inside_a_batch_are_refused(tmp_path: Path) -> None:
+    """The cap decides here which rollouts are dropped, hence what each step holds."""
+    source = RolloutDirectory(tmp_path / "r")
+    source.write([Sample([n] * (13 if n == 2 else 3), 1, rollout_id=n) for n in range(1, 6)])
+    options: dict[str, object] = {"rollouts_per_step": 2, "oversize": "drop"}
+    first = feed(source, **options)
+    assert trained_numbers(first, limit=1) == [[1, 3]]
+    second = feed(source, **options, max_tokens_per_gpu=16)
+    second.restore(Cursor.from_dict(first.cursor.to_dict()))
+    with pytest.raises(ValueError, match="stands at step 1 .* now other rollouts form its steps"):
+        second.open_step()
+
+
+def test_a_cursor_of_before_is_understood() -> None:
+    values = Cursor(batch_id=2, step_index=1).to_dict()
+    del values["steps_digest"], values["stale_rollouts"]
+    assert Cursor.from_dict(values) == Cursor(batch_id=2, step_index=1)
+
+
+def versioned(number: int, version: int | None) -> Sample:
+    return Sample([number, 7, 7], 1, rollout_id=number, policy_version=version)
+
+
+def stale_source(path: Path) -> RolloutDirectory:
+    source = RolloutDirectory(path)
+    source.write([versioned(1, 0)])
+    source.write([versioned(2, 0), versioned(3, 1), versioned(4, None)])
+    source.write([versioned(5, 0), versioned(6, 0)])
+    source.write([versioned(7, 2), versioned(8, 1)])
+    source.finish()
+    return source
+
+
+def test_rollouts_beyond_the_limit_are_dropped_and_counted(tmp_path: Path) -> None:
+    steps = feed(stale_source(tmp_path / "r"))
+    steps = StepFeed(steps.source, LAYOUT, steps.options, staleness=Staleness(1))
+    assert trained_numbers(steps) == [[1], [2, 3, 4], [7]]
+    assert steps.cursor.stale_rollouts == 3 and steps.cursor.dropped_rollouts == 3
+    assert steps.cursor.consumed_rollouts == 5
+
+
+def test_stale_rollouts_can_be_trained_if_they_can_be_weighed(tmp_path: Path) -> None:
+    source = stale_source(tmp_path / "r")
+    options = PlanOptions(max_tokens_per_gpu=12)
+    steps = StepFeed(source, LAYOUT, options, staleness=Staleness(1, "train"))
+    with pytest.raises(ValueError, match="row 0 of rollout batch 2 has no rollout_log_probs"):
+        trained_numbers(steps)
+    weighed = RolloutDirectory(tmp_path / "w")
+    for number in range(3):
+        weighed.write([replace(versioned(number, 0), rollout_log_probs=np.zeros(1))])
+    weighed.finish()
+    steps = StepFeed(weighed, LAYOUT, options, staleness=Staleness(1, "train"))
+    assert trained_numbers(steps) == [[0], [1], [2]]
+    assert steps.cursor.stale_rollouts == 1 and steps.cursor.dropped_rollouts == 0
+
+
+def test_a_rollout_is_as_old_as_its_oldest_sample_also_when_carried(tmp_path: Path) -> None:
+    source = RolloutDirectory(tmp_path / "r")
+    source.write([versioned(1, 0), replace(versioned(2, 0), rollout_id=1), versioned(3, 0)])
+    source.write([versioned(4, 1)])
+    source.write([versioned(5, 2), replace(versioned(6, 0), rollout_id=5)])
+    source.finish()
+    options = PlanOptions(max_tokens_per_gpu=12, rollouts_per_step=3, leftover="carry")
+    steps = StepFeed(source, LAYOUT, options, staleness=Staleness(1))
+    # Batches 0 and 1 make one step: rollouts 1, 3, 4.
+    assert [sorted(numbers) for numbers in _numbers(steps)] == [[1, 2, 3, 4]]
+    assert steps.cursor.stale_rollouts == 1
+
+
+def _numbers(steps: StepFeed) -> list[list[int]]:
+    seen = []
+    while (step := steps.open_step()) is not None:
+        seen.append([int(step.samples[row].tokens[0]) for row in step.step_plan.samples])
+        steps.finish_step()
+    return seen
+
+
+@pytest.mark.parametrize("leftover", ["partial", "carry"])
+def test_batches_go_only_when_no_resume_needs_them(tmp_path: Path, leftover: str) -> None:
+    source = directory(tmp_path / "r", [4, 4, 4, 4])
+    options = PlanOptions(max_tokens_per_gpu=12, rollouts_per_step=3, leftover=leftover)
+    whole = trained_numbers(StepFeed(source, LAYOUT, options))
+    steps = StepFeed(source, LAYOUT, options, keep_batches=0)
+    trained_numbers(steps, limit=3)
+    saved = steps.cursor
+    assert source.state(0) == "present"
+    steps.checkpoint_completed(saved)
+    with pytest.raises(ValueError, match="batch-00000000 was deleted"):
+        source.state(0)
+    resumed = StepFeed(source, LAYOUT, options)
+    resumed.restore(saved)
+    assert trained_numbers(resumed) == whole[3:]
+    early = StepFeed(source, LAYOUT, options, batch_timeout=0.3)
+    with pytest.raises(ValueError, match="batch-00000000 was deleted: a checkpoint"):
+        early.open_step()
+
+
+def test_the_next_batch_is_ready_before_it_is_asked_for(tmp_path: Path) -> None:
+    source = directory(tmp_path / "r", [2, 2])
+    steps = feed(source)
+    assert steps.open_step() is not None
+    prefetch = steps._prefetch
+    assert prefetch is not None and prefetch.batch_id == 1
+    while not prefetch.is_done:
+        time.sleep(0.01)
+    shutil.rmtree(tmp_path / "r")  # everything was read
+    steps.finish_step()
+    step = steps.open_step()
+    assert step is not None and step.batch_id == 1 and step.wait_seconds > 0
+    assert step.micro_batch(0).tokens.tolist()[0][::3] == [3, 4]
+
+
+def test_damage_in_the_next_batch_is_told_at_its_boundary(tmp_path: Path) -> None:
+    source = directory(tmp_path / "r", [2, 2])
+    (tmp_path / "r" / "batch-00000001" / "part-00000.parquet").write_bytes(b"PAR1")
+    steps = feed(source)
+    assert trained_numbers(steps, limit=1) == [[1, 2]]
+    with pytest.raises(ValueError, match="batch-00000001/part-00000.parquet: cannot be read"):
+        steps.open_step()
+    assert steps.cursor.batch_id == 1 and steps.cursor.consumed_rollouts == 2
+
+
+def test_samples_can_be_completed_when_a_batch_opens(tmp_path: Path) -> None:
+    source = directory(tmp_path / "r", [3, 1])
+    steps = feed(source, rollouts_per_step=2)
+    opened: list[int] = []
+
+    def add_values(batch: OpenBatch) -> dict[int, Sample]:
+        opened.append(batch.batch_id)
+        return {r: replace(s, values=[r + 0.5] * 2) for r, s in batch.samples.items()}
+
+    steps.on_batch_opened = add_values
+    step = steps.open_step()
+    assert step is not None
+    values = step.micro_batch(0).columns["values"]
+    assert values.tolist() == [[0.5, 0.5, 0.0, 1.5, 1.5, 0.0]]
+    steps.finish_step()
+    assert trained_numbers(steps) == [[3], [4]]
+    assert opened == [0, 1]
+
+
+def test_arrays_of_the_users_own_follow_the_tokens(tmp_path: Path) -> None:
+    """cp 2 cuts each sample, padded to a multiple of 4, in chunks 0, 3 and 1, 2."""
+    source = RolloutDirectory(tmp_path / "r")
+    experts = [np.arange(2 * t).reshape(t, 2, 1) + 100 * i for i, t in enumerate((3, 5))]
+    source.write(
+        [
+            Sample(
+                range(len(e)), 2, token_arrays={"experts": e}, response_arrays={"score": [1.5, 2.5]}
+            )
+            for e in experts
+        ]
+    )
+    source.finish()
+    layout = ParallelLayout(cp=2)
+    options = PlanOptions(max_tokens_per_gpu=6)
+    full = np.zeros((12, 2, 1), np.int64)
+    full[:3], full[4:9] = experts
+    scores = np.zeros(12)
+    scores[[0, 1, 6, 7]] = [1.5, 2.5, 1.5, 2.5]
+    for cp_rank, own in ((0, [0, 3, 4, 5, 10, 11]), (1, [1, 2, 6, 7, 8, 9])):
+        step = StepFeed(source, layout, options, cp_rank=cp_rank).open_step()
+        assert step is not None and step.packed(0).sample_rows == (0, 1)
+        assert step.extra(0, "experts").tolist() == full[own].tolist()
+        assert step.extra(0, "score").tolist() == scores[own].tolist()
+        with pytest.raises(ValueError, match="no sample of this rank has an array 'other'"):
+            step.extra(0, "other")

@@ -1,0 +1,61 @@
+"""How far training is, told to the rollout side, so that generation runs ahead only so far."""
+
+from __future__ import annotations
+
+import time
+
+from megatron_dynbatch.rollouts.errors import RolloutDataError
+from megatron_dynbatch.rollouts.source import RolloutSource
+
+PROGRESS_NOTE = "progress"
+_POLL_SECONDS = 0.05
+
+
+class NoRoom(TimeoutError):
+    """Training did not get far enough in time."""
+
+
+def publish_progress(source: RolloutSource, batch_id: int) -> None:
+    """Says that training has come to a batch: all before it are trained."""
+    source.publish(PROGRESS_NOTE, str(batch_id))
+
+
+def training_batch(source: RolloutSource) -> int:
+    """The batch that is trained now, or is the next to be; 0 before training began.
+
+    Raises:
+        RolloutDataError: The note is no number.
+    """
+    text = source.published(PROGRESS_NOTE)
+    try:
+        return 0 if text is None else int(text)
+    except ValueError as error:
+        raise RolloutDataError(f"{source}: progress note {text!r} is no batch number") from error
+
+
+def wait_for_room(
+    source: RolloutSource, batch_id: int, max_ahead: int, *, timeout: float = 3600.0
+) -> None:
+    """Back-pressure: returns when training has come to within `max_ahead` batches of `batch_id`.
+
+    Call it before generating batch `batch_id`. With weights of policy version v ≥ the training
+    batch at this moment, the batch is at most `max_ahead` batches stale when it is trained.
+
+    Args:
+        source: Where batches go.
+        batch_id: The batch to generate.
+        max_ahead: 0: only when the batch is the next to be trained.
+        timeout: Seconds.
+
+    Raises:
+        NoRoom: Training did not get there in time.
+    """
+    deadline = time.monotonic() + timeout
+    while (now := training_batch(source)) < batch_id - max_ahead:
+        if time.monotonic() > deadline:
+            raise NoRoom(
+                f"training in {source} stands at batch {now}; batch {batch_id} may be generated "
+                f"only when it has come to batch {batch_id - max_ahead}, which it did not within "
+                f"{timeout:.0f} s: look at the trainer"
+            )
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,299 @@
+"""Reads what `parquet_write` wrote: the index of a batch, or some samples of a part.
+
+Only the footer and the columns asked for are read (pyarrow itself would start with the last 64 KiB
+of a file). Invariants (asserted by the tests): what comes out equals what went in; a file that is
+damaged, truncated or written by something else is a `RolloutDataError` naming it, and its row or
+column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from megatron_dynbatch.rollouts.columns import (
+    INDEX_COLUMNS,
+    INDEX_TYPES,
+    OPTIONAL_TYPES,
+    PLACE_COLUMNS,
+    REQUIRED_TYPES,
+    column_type,
+    is_extra,
+    sample_from_cells,
+)
+from megatron_dynbatch.rollouts.errors import RolloutDataError
+from megatron_dynbatch.rollouts.index import SampleIndex
+from megatron_dynbatch.rollouts.sample import OPTIONAL_FIELDS, Sample
+from megatron_dynbatch.rollouts.validation import MAX_TOKEN_ID, validate_samples
+
+_MAGIC = b"PAR1"
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A Parquet file in memory.
+
+    Attributes:
+        name: What it is called in errors.
+        content: Bytes-like, not copied.
+    """
+
+    name: str
+    content: Any
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Stored = Path | Blob
+
+
+def read_index(source: Stored, vocab_size: int | None = None) -> SampleIndex:
+    """Reads lengths and ids, no tokens.
+
+    Args:
+        source: From `write_index`.
+        vocab_size: Token ids must be below it, if given.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        RolloutDataError: The file is damaged, lacks a column, holds impossible lengths, or has
+            token ids outside the vocabulary.
+    """
+    columns = _read_integers(source, list(INDEX_COLUMNS))
+    max_token_ids = columns.pop("max_token_id")
+    index = SampleIndex(**{f"{name}s": column for name, column in columns.items()})
+    index.check(str(source))
+    size = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
+    rows = np.flatnonzero((max_token_ids < 0) | (max_token_ids >= size))
+    if rows.size:
+        raise RolloutDataError(
+            f"{source}: row {rows[0]}, tokens: id {max_token_ids[rows[0]]} is not below the "
+            f"vocabulary size {size} ({rows.size} such rows); tokenize with the model's own"
+        )
+    return index
+
+
+def read_places(source: Stored, rows: Sequence[int]) -> dict[int, dict[int, int]]:
+    """Part → row → position in the part, of some rows.
+
+    Args:
+        source: From `write_index`.
+        rows: Row numbers.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: No such row.
+        RolloutDataError: The file is damaged or lacks a column.
+    """
+    part, position = _read_integers(source, list(PLACE_COLUMNS)).values()
+    places: dict[int, dict[int, int]] = {}
+    for row in rows:
+        if not 0 <= row < len(part):
+            raise ValueError(f"{source}: no row {row}; the batch has rows 0 to {len(part) - 1}")
+        places.setdefault(int(part[row]), {})[row] = int(position[row])
+    return places
+
+
+def check_fields(fields: Collection[str] | None, extras: Collection[str] = ()) -> None:
+    """Raises ValueError for a name that is no optional field of `Sample` and no stored extra."""
+    unknown = set(fields or ()).difference(OPTIONAL_FIELDS, extras)
+    if unknown:
+        raise ValueError(
+            f"no optional field {sorted(unknown)}; there are {(*OPTIONAL_FIELDS, *sorted(extras))}"
+        )
+
+
+def read_part(
+    sources: Sequence[Stored],
+    positions: Mapping[int, int],
+    fields: Collection[str] | None = None,
+    vocab_size: int | None = None,
+) -> dict[int, Sample]:
+    """Reads some samples of a part, and only the row groups that hold them.
+
+    Args:
+        sources: Files that hold the columns of the part; the first has tokens, masks and ids.
+        positions: Row of the batch → position in the part.
+        fields: Optional fields and extras to fill in; None: all that there are.
+        vocab_size: Token ids must be below it, if given.
+
+    Returns:
+        Row → sample.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: No such field.
+        RolloutDataError: The part is damaged, lacks a column or a row, or holds samples that
+            `validate_samples` rejects.
+    """
+    cells: dict[int, dict[str, Any]] = {row: {} for row in positions}
+    for number, source in enumerate(sources):
+        with _open(source) as file:
+            names = _part_columns(source, file, fields, has_required=number == 0)
+            for row, found in _read_cells(source, file, names, positions):
+                cells[row] |= found
+    first = sources[0]
+    samples = {row: _sample(first, row, found) for row, found in cells.items()}
+    if samples:
+        numbers = list(samples)
+        validate_samples(
+            [samples[row] for row in numbers], vocab_size=vocab_size, rows=numbers, where=str(first)
+        )
+    return samples
+
+
+@contextmanager
+def _open(source: Stored) -> Iterator[Any]:
+    """Opens a Parquet file and turns every sign of damage into one kind of error."""
+    try:
+        with (
+            pa.OSFile(str(source))
+            if isinstance(source, Path)
+            else pa.BufferReader(pa.py_buffer(source.content))
+        ) as file:
+            yield pq.ParquetFile(
+                file, metadata=_metadata(file), pre_buffer=True, page_checksum_verification=True
+            )
+    except (FileNotFoundError, PermissionError, RolloutDataError):
+        raise
+    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
+        raise RolloutDataError(
+            f"{source}: cannot be read as Parquet ({error}); it is damaged, truncated or something "
+            "else: write the batch again"
+        ) from error
+
+
+def _metadata(file: Any) -> Any:
+    """The footer, and nothing else of the file (Apache Parquet's file format)."""
+    size = file.size()
+    end = file.read_at(8, max(0, size - 8))
+    length = int.from_bytes(end[:4], "little")
+    if end[4:] != _MAGIC or length + 8 > size:
+        raise OSError("no Parquet footer at the end")
+    footer = file.read_at(length, size - 8 - length)
+    return pq.read_metadata(pa.BufferReader(footer + end))
+
+
+def _read_integers(source: Stored, names: list[str]) -> dict[str, NDArray[np.int64]]:
+    with _open(source) as file:
+        _check_types(source, file.schema_arrow, INDEX_TYPES)
+        table = file.read(columns=names, use_threads=False)
+    return {name: _integers(source, name, table.column(name)) for name in names}
+
+
+def _check_types(source: Stored, schema: Any, required: Mapping[str, Any]) -> None:
+    for name, wanted in required.items():
+        if name not in schema.names:
+            raise RolloutDataError(
+                f"{source}: column {name} is missing (there are {schema.names}); "
+                "write the batch with this package"
+            )
+        if schema.field(name).type != wanted:
+            raise RolloutDataError(
+                f"{source}: column {name} has type {schema.field(name).type}, not {wanted}; "
+                "write the batch with this package"
+            )
+
+
+def _part_columns(
+    source: Stored, file: Any, fields: Collection[str] | None, *, has_required: bool
+) -> list[str]:
+    """Names of the columns to read."""
+    schema = file.schema_arrow
+    optional = {n: column_type(n) for n in schema.names if n in OPTIONAL_TYPES or is_extra(n)}
+    _check_types(source, schema, (REQUIRED_TYPES if has_required else {}) | optional)
+    own_name = {name: name.rpartition("/")[2] for name in optional}
+    check_fields(fields, [own_name[name] for name in optional if is_extra(name)])
+    if fields is not None:
+        wanted = {*fields, "token_advantages"} if "advantage" in fields else set(fields)
+        optional = {name: t for name, t in optional.items() if own_name[name] in wanted}
+    return [*(REQUIRED_TYPES if has_required else ()), *optional]
+
+
+def _read_cells(
+    source: Stored, file: Any, names: list[str], positions: Mapping[int, int]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Row and cells of each wanted sample."""
+    counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    ends = np.cumsum(counts, dtype=np.int64)
+    for group, members in _by_group(source, positions, ends).items():
+        table = file.read_row_group(group, columns=names, use_threads=False)
+        start = int(ends[group]) - counts[group]
+        if names and table.num_rows != counts[group]:
+            raise RolloutDataError(
+                f"{source}: row group {group} has {table.num_rows} rows, its footer says "
+                f"{counts[group]}; the file is damaged: write the batch again"
+            )
+        columns = {name: _column_cells(source, name, table.column(name)) for name in names}
+        for row, position in members:
+            cells = {name: column[position - start] for name, column in columns.items()}
+            if cells.get("row", row) != row:
+                raise RolloutDataError(
+                    f"{source}: position {position} holds row {cells['row']}, the index says row "
+                    f"{row}; index and part are of different batches: write the batch again"
+                )
+            yield row, cells
+
+
+def _by_group(
+    source: Stored, positions: Mapping[int, int], ends: NDArray[np.int64]
+) -> dict[int, list[tuple[int, int]]]:
+    """Row group → (row, position) of its wanted samples, in file order."""
+    num_samples = int(ends[-1]) if len(ends) else 0
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for row, position in sorted(positions.items(), key=lambda item: item[1]):
+        if not 0 <= position < num_samples:
+            raise RolloutDataError(
+                f"{source}: row {row} should be at position {position} of {num_samples}; the part "
+                "is incomplete: write the batch again"
+            )
+        group = int(np.searchsorted(ends, position, side="right"))
+        groups.setdefault(group, []).append((row, position))
+    return groups
+
+
+def _sample(source: Stored, row: int, cells: dict[str, Any]) -> Sample:
+    for name in ("tokens", "loss_mask"):
+        if cells[name] is None:
+            raise RolloutDataError(f"{source}: row {row}, column {name} is empty")
+    try:
+        return sample_from_cells(cells)
+    except (ValueError, EOFError) as error:
+        raise RolloutDataError(f"{source}: row {row}, {error}") from error
+
+
+def _column_cells(source: Stored, name: str, column: Any) -> Sequence[Any]:
+    if pa.types.is_list(column.type):
+        return _lists(source, name, column)
+    if name in REQUIRED_TYPES:
+        return _integers(source, name, column).tolist()
+    return column.to_pylist()
+
+
+def _integers(source: Stored, name: str, column: Any) -> NDArray[np.int64]:
+    if column.null_count:
+        row = int(np.flatnonzero(column.is_null().to_numpy())[0])
+        raise RolloutDataError(f"{source}: row {row}, column {name} is empty")
+    return column.to_numpy()
+
+
+def _lists(source: Stored, name: str, column: Any) -> list[NDArray[Any] | None]:
+    array = pa.concat_arrays(column.chunks)
+    offsets = array.offsets.to_numpy()
+    if array.values.null_count:
+        raise RolloutDataError(f"{source}: column {name} has an empty entry")
+    values = array.values.to_numpy()
+    is_absent = array.is_null().to_numpy(zero_copy_only=False)
+    return [
+        None if absent else values[offsets[i] : offsets[i + 1]]
+        for i, absent in enumerate(is_absent)
+    ]

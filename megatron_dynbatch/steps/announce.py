@@ -1,0 +1,145 @@
+"""Rank 0's part: which samples of a batch are trained, and by what plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_dynbatch.plan import ParallelLayout, Plan, PlanError, PlanOptions, make_plan
+from megatron_dynbatch.plan.handshake import checked_plan
+from megatron_dynbatch.rollouts import RolloutSource, SampleIndex
+from megatron_dynbatch.steps.cursor import Cursor
+from megatron_dynbatch.steps.exchange import progress
+
+type Origins = list[tuple[int, int]]
+
+STALE_POLICIES = ("drop", "train")
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """How old the weights may be that sampled a rollout.
+
+    The age of a rollout in batch b is b − its policy version, in batches. Rollouts of unknown
+    version are taken.
+
+    Attributes:
+        limit: Largest age; None: any.
+        policy: What happens to older ones: ``drop`` (counted), or ``train`` (the loss must weigh
+            them; they must have `rollout_log_probs`).
+    """
+
+    limit: int | None = None
+    policy: Literal["drop", "train"] = "drop"
+
+    def __post_init__(self) -> None:
+        if self.policy not in STALE_POLICIES:
+            raise ValueError(f"stale policy {self.policy!r}: one of {', '.join(STALE_POLICIES)}")
+        if self.limit is not None and self.limit < 0:
+            raise ValueError(f"maximum staleness is {self.limit}; it is a number of batches ≥ 0")
+
+    def is_stale(self, index: SampleIndex, batch_id: int) -> np.ndarray:
+        """bool [S], whether a sample's rollout is older than the limit when batch_id trains."""
+        versions = index.policy_versions
+        if self.limit is None:
+            return np.zeros(len(index), bool)
+        too_old = (versions >= 0) & (batch_id - versions > self.limit)
+        # A rollout is as old as its oldest sample.
+        per_rollout = np.bincount(index.rollout_indices, too_old, index.num_rollouts) > 0
+        return per_rollout[index.rollout_indices]
+
+
+class Announcer:
+    """Plans the batch at a cursor.
+
+    Args:
+        source: Where rollout batches come from.
+        layout: Of the training job.
+        options: Of the training job.
+        staleness: Which rollouts are too old.
+    """
+
+    def __init__(
+        self,
+        source: RolloutSource,
+        layout: ParallelLayout,
+        options: PlanOptions,
+        staleness: Staleness,
+    ) -> None:
+        self._source = source
+        self._layout = layout
+        self._options = options
+        self._staleness = staleness
+        self._said: set[str] = set()
+
+    def announce(self, cursor: Cursor, state: str) -> dict[str, Any]:
+        """What every rank must know of the batch at a cursor that is present, or of the end.
+
+        Returns:
+            kind: "plan", "nothing" (all of it was too old) or "end"; for a plan its JSON, the
+            origin (batch, row) of each row, and rollouts left out (dropped) or trained (stale)
+            although too old.
+        """
+        carried = list(cursor.carried)
+        if state == "end" and cursor.batch_id == 0:
+            raise ValueError(f"{self._source} was closed without a single rollout")
+        if state == "end" and not carried:
+            return {"kind": "end"}
+        index, origins = self._index(cursor, state == "present")
+        is_stale = self._staleness.is_stale(index, cursor.batch_id)
+        stale = np.unique(index.rollout_indices[is_stale]).size
+        counts = {"stale_rollouts": stale, "dropped_rollouts": 0}
+        if stale and self._staleness.policy == "drop":
+            counts["dropped_rollouts"] = stale
+            kept = np.flatnonzero(~is_stale)
+            index, origins = index.take(kept), [origins[row] for row in kept]
+            progress(
+                f"rollout batch {cursor.batch_id}: {stale} rollouts are older than "
+                f"{self._staleness.limit} batches and are dropped"
+            )
+        if not origins:
+            return {"kind": "nothing", **counts}
+        is_whole = state == "present" and not carried and not counts["dropped_rollouts"]
+        plan = self._rollout_sides_plan(cursor.batch_id, index) if is_whole else None
+        if plan is None:
+            plan = make_plan(index, self._layout, self._options, last=state == "end")
+            plan.check()
+        return {"kind": "plan", "plan": plan.to_json(), "origins": origins, **counts}
+
+    def _index(self, cursor: Cursor, is_present: bool) -> tuple[SampleIndex, Origins]:
+        """Of the carried samples and the batch's own, and where each comes from."""
+        origins = list(cursor.carried)
+        parts = [
+            self._source.index(batch).take(rows) for batch, rows in rows_by_batch(origins).items()
+        ]
+        if is_present:
+            own = self._source.index(cursor.batch_id)
+            parts.append(own)
+            origins += [(cursor.batch_id, row) for row in range(len(own))]
+        return SampleIndex.concat(parts), origins
+
+    def _rollout_sides_plan(self, batch_id: int, index: SampleIndex) -> Plan | None:
+        text = self._source.plan_json(batch_id)
+        if text is None:
+            self._say_once("came without a plan", batch_id)
+            return None
+        try:
+            return checked_plan(text, index, self._layout, self._options)
+        except PlanError as error:
+            self._say_once(f"has a plan that is not used: {error}", batch_id)
+            return None
+
+    def _say_once(self, what: str, batch_id: int) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            progress(f"rollout batch {batch_id} {what}; rank 0 plans it (said once)")
+
+
+def rows_by_batch(origins: Origins | tuple[tuple[int, int], ...]) -> dict[int, list[int]]:
+    """Batch → its rows, in order."""
+    rows: dict[int, list[int]] = {}
+    for batch, row in origins:
+        rows.setdefault(batch, []).append(row)
+    return rows

@@ -1,0 +1,116 @@
+"""The next batch, read, validated and planned in a thread while the current one trains.
+
+Rank 0's thread waits for the batch, plans it and posts the plan; every rank's thread then reads its
+own rows. Nothing is decided here: the ranks agree at the step boundary, as without prefetching.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dynbatch.plan import Plan
+from megatron_dynbatch.rollouts import Sample
+from megatron_dynbatch.steps.exchange import progress
+from megatron_dynbatch.steps.step import Step
+
+_POLL_SECONDS = 0.02
+_PROGRESS_SECONDS = 10.0
+
+
+@dataclass
+class OpenBatch:
+    """A batch as one rank has it.
+
+    Attributes:
+        batch_id: The rollout batch.
+        message: What rank 0 announced (see `Announcer.announce`).
+        plan: None if nothing of it is trained.
+        origins: (batch, row) of each plan row.
+        samples: Plan row → sample, for the rows that this rank still trains.
+        steps: Step index → step, as far as they were made.
+    """
+
+    batch_id: int
+    message: dict[str, Any]
+    plan: Plan | None
+    origins: list[tuple[int, int]]
+    samples: dict[int, Sample]
+    steps: dict[int, Step]
+
+
+class Cancelled(Exception):
+    """The thread is no longer wanted."""
+
+
+class Prefetch:
+    """One thread that prepares one batch.
+
+    Args:
+        batch_id: The batch.
+        prepare: Makes it; calls `wait` for what is not there yet.
+    """
+
+    def __init__(self, batch_id: int, prepare: Callable[[Prefetch], OpenBatch]) -> None:
+        self.batch_id = batch_id
+        self.is_waiting = True
+        self._cancelled = threading.Event()
+        self._done = threading.Event()
+        self._result: OpenBatch | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(prepare,), daemon=True, name=f"rollout batch {batch_id}"
+        )
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._done.is_set()
+
+    def wait[T](self, look: Callable[[], T | None]) -> T:
+        """In the thread: call `look` until it finds something."""
+        poll = _POLL_SECONDS
+        while (found := look()) is None:
+            if self._cancelled.wait(poll):
+                raise Cancelled
+            poll = min(1.5 * poll, 10 * _POLL_SECONDS)
+        self.is_waiting = False
+        return found
+
+    def result(self, waiting_for: str, timeout: float, on_timeout: Callable[[], Any]) -> OpenBatch:
+        """The batch; an error of the thread is raised here.
+
+        Args:
+            waiting_for: For a line every ten seconds.
+            timeout: Seconds that the thread may go on to wait; its own work is not counted.
+            on_timeout: Called then; it must raise.
+        """
+        start = time.monotonic()
+        next_line = start + _PROGRESS_SECONDS
+        while not self._done.wait(0.1):
+            now = time.monotonic()
+            if self.is_waiting and now - start > timeout:
+                on_timeout()
+            if now > next_line:
+                progress(f"waiting for {waiting_for} ({now - start:.0f} s)")
+                next_line = now + _PROGRESS_SECONDS
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def cancel(self) -> None:
+        """End the thread soon; `result` must not be called any more."""
+        self._cancelled.set()
+        self._thread.join(timeout=10 * _POLL_SECONDS)
+
+    def _run(self, prepare: Callable[[Prefetch], OpenBatch]) -> None:
+        try:
+            self._result = prepare(self)
+        except BaseException as error:  # raised where the batch is asked for
+            self._error = error
+        self._done.set()
