@@ -31,7 +31,6 @@ from megatron_dynbatch.report import StepReport
 
 MAX_TOKENS_PER_GPU = 256
 ROLLOUTS_PER_STEP = 48
-WARM_UP_STEPS = 30
 WARM_UP_SIZES = (24, 72)
 SAVE_INTERVAL = 5
 
@@ -60,6 +59,7 @@ class Settings:
 
     Attributes:
         layout: Key of `LAYOUTS`.
+        warm_up_steps: Supervised steps before it.
         steps: Steps of reinforcement learning.
         groups: Prompt groups per batch on average.
         shuffle_advantages: Give each sample the advantage of another one: nothing is learned then.
@@ -67,6 +67,7 @@ class Settings:
     """
 
     layout: str = "dp2"
+    warm_up_steps: int = 30
     steps: int = 120
     groups: int = 12
     shuffle_advantages: bool = False
@@ -142,11 +143,12 @@ class SeedRun:
 
     def warm_up_launch(self) -> list[str]:
         """Supervised steps, with a script that knows nothing of the plugin."""
+        num_steps = str(self.settings.warm_up_steps)
         return [
             str(REPOSITORY / "examples" / "pretrain_gpt_sft.py"), *MODEL, *self._parallel_flags(),
             "--lr", "4e-3", "--lr-decay-style", "constant", "--adam-beta2", "0.95",
-            "--train-iters", str(WARM_UP_STEPS), "--save", str(self.warm_up_checkpoint),
-            "--save-interval", str(WARM_UP_STEPS),
+            "--train-iters", num_steps, "--save", str(self.warm_up_checkpoint),
+            "--save-interval", num_steps,
             "--dynamic-global-batch", "--rollout-path", str(self.demonstrations),
             "--rollouts-per-step", str(WARM_UP_SIZES[1]),
             "--max-tokens-per-gpu", str(MAX_TOKENS_PER_GPU),
@@ -183,17 +185,18 @@ class SeedRun:
         shutil.rmtree(self.demonstrations, ignore_errors=True)
         self.warm_up_file.unlink(missing_ok=True)
         draw = random.Random(self.seed)
-        sizes = [draw.randint(*WARM_UP_SIZES) for _ in range(WARM_UP_STEPS)]
+        sizes = [draw.randint(*WARM_UP_SIZES) for _ in range(self.settings.warm_up_steps)]
         write_demonstrations(RolloutDirectory(self.demonstrations), sizes, self.seed)
 
     def _warm_up(self) -> None:
         self.write_demonstrations()
+        num_steps = self.settings.warm_up_steps
         with _progress() as progress:
-            bar = progress.add_task("warm-up steps", total=WARM_UP_STEPS)
+            bar = progress.add_task("warm-up steps", total=num_steps)
 
             def on_step(report: StepReport) -> None:
                 progress.update(bar, completed=report.iteration)
-                _print_line(progress, warm_up_line(report, WARM_UP_STEPS))
+                _print_line(progress, warm_up_line(report, num_steps))
 
             log = self.folder / "warm-up.log"
             train(self.warm_up_launch(), self.warm_up_file, log, on_step)

@@ -55,7 +55,7 @@ def warmed_up(folder: Path, settings: Settings) -> SeedRun:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_generator_agrees_with_megatron_in_every_layout(layout: str, tmp_path: Path) -> None:
-    run = warmed_up(tmp_path / "seed", Settings(layout=layout, steps=4, groups=12))
+    run = warmed_up(tmp_path / "seed", Settings(layout=layout, warm_up_steps=4, steps=4))
     steps = train_policy(run)
     assert len(steps) == 4
     for step in steps:
@@ -68,7 +68,7 @@ def test_generator_agrees_with_megatron_in_every_layout(layout: str, tmp_path: P
 
 
 def test_a_resumed_run_repeats_what_was_lost(tmp_path: Path) -> None:
-    run = warmed_up(tmp_path / "seed", Settings(steps=8, groups=12))
+    run = warmed_up(tmp_path / "seed", Settings(warm_up_steps=4, steps=8))
     whole = train_policy(run)
     # As if killed after the eighth step: the last checkpoint is that of the fifth.
     (run.checkpoint / "latest_checkpointed_iteration.txt").write_text("5")
@@ -80,7 +80,7 @@ def test_a_resumed_run_repeats_what_was_lost(tmp_path: Path) -> None:
 
 
 def test_shuffled_advantages_teach_nothing_and_are_reported(tmp_path: Path) -> None:
-    settings = Settings(steps=30, groups=12, shuffle_advantages=True)
+    settings = Settings(steps=30, shuffle_advantages=True)
     run = warmed_up(tmp_path / "seed", settings)
     train_policy(run)
     episodes = read_json_lines(run.episodes_file)
