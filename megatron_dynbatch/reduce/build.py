@@ -57,7 +57,7 @@ def compile_with_nvrtc(architecture: int) -> bytes:
         RuntimeError: With the compiler's output.
         ImportError: `cuda.bindings` is not installed.
     """
-    from cuda.bindings import nvrtc  # type: ignore[import-untyped]
+    from cuda.bindings import nvrtc
 
     def check(result: tuple[Any, ...]) -> Any:
         if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:

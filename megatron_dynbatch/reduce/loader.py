@@ -36,7 +36,7 @@ class KernelError(RuntimeError):
 
 
 def _check(result: tuple[Any, ...]) -> Any:
-    from cuda.bindings import driver  # type: ignore[import-untyped]
+    from cuda.bindings import driver
 
     if result[0] != driver.CUresult.CUDA_SUCCESS:
         raise KernelError(f"CUDA driver: {result[0].name}")
