@@ -4,8 +4,7 @@
 the library's. Micro-batches have their own length instead of being padded to a fixed width.
 
     torchrun --nproc-per-node 8 examples/sft_varlen.py --dynamic-global-batch --rollout-path DIR \
-        --rollouts-per-step 32 --max-tokens-per-gpu 8192 --micro-batch-width variable \
-        --moe-token-dispatcher-type alltoall …
+        --rollouts-per-step 32 --max-tokens-per-gpu 8192 --micro-batch-width variable …
 
 On a CPU: torchrun --nproc-per-node 2 -m megatron_dynbatch.run --cpu examples/sft_varlen.py …
 """
