@@ -36,8 +36,12 @@ test-stock: $(INSTALLED)  ## MEGATRON_LM=DIR: Megatron-LM's own pretrain_gpt.py 
 	@test -n "$(MEGATRON_LM)" || { echo "give MEGATRON_LM=DIR, a Megatron-LM checkout" >&2; exit 2; }
 	$(BIN)/python -m tests.stock.run "$(MEGATRON_LM)"
 
-demo: $(INSTALLED)  ## train on worked solutions with steps of different sizes, two processes
-	$(BIN)/python -m examples.demo --out runs/demo
+SEEDS ?= 1
+LAYOUT ?= dp2
+
+demo: $(INSTALLED)  ## reinforcement learning on two CPU processes; SEEDS=3 LAYOUT=pp2|tp2|cp2 RESUME=1
+	$(BIN)/python -m examples.demo --out runs/demo --seeds $(SEEDS) --layout $(LAYOUT) \
+	  $(if $(RESUME),--resume)
 
 gpu-check: $(INSTALLED)  ## kernels against float64 on this machine's GPU, and their speed
 	$(BIN)/python -m benchmarks.gpu_check
