@@ -63,12 +63,7 @@ def run_all(arguments: argparse.Namespace) -> None:
 
 def rows_of(run: SeedRun) -> list[dict[str, Any]]:
     """Numbers of a seed's steps."""
-    return step_rows(
-        run.reports(),
-        read_json_lines(run.episodes_file),
-        LAYOUTS[run.settings.layout],
-        run.settings.plan_options,
-    )
+    return step_rows(run.reports(), read_json_lines(run.episodes_file))
 
 
 def show(out: Path, runs: list[SeedRun], seconds: float) -> None:

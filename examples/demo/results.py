@@ -10,7 +10,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.report import StepReport
 
 _ROWS_SHOWN = 24
@@ -38,20 +37,14 @@ def _sizes(report: StepReport, num_steps: int) -> str:
 def step_rows(
     reports: Sequence[StepReport],
     episodes: Sequence[Mapping[str, Any]],
-    layout: ParallelLayout,
-    options: PlanOptions,
 ) -> list[dict[str, Any]]:
     """The numbers of each step, as summary.json has them.
 
     Args:
         reports: One per step.
         episodes: One per batch of rollouts.
-        layout: The layout that trained.
-        options: The options that planned.
     """
     by_batch = {line["batch_id"]: line for line in episodes}
-    capacity = options.capacity(layout)
-    assert capacity is not None
     return [
         {
             "iteration": r.iteration,
@@ -61,7 +54,7 @@ def step_rows(
             "G": r.step_global_batch_size,
             "samples": r.num_samples,
             "M": r.num_microbatches,
-            "M_bound": max(1, math.ceil(r.num_tokens / (capacity * layout.dp))),
+            "M_bound": r.fewest_microbatches,
             "dummies": r.num_dummies,
             "tokens": r.num_tokens,
             "trained_tokens": r.num_trained_tokens,

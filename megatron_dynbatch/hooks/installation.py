@@ -89,7 +89,7 @@ def _need_training() -> None:
         raise ModuleNotFoundError(
             f"megatron_dynbatch.install() hooks into megatron.training, and {error.name} is not "
             "there: install megatron-core 0.17 or newer, or put a Megatron-LM checkout on "
-            "PYTHONPATH; a training loop of your own needs no install(), see examples/own_loop_mcore.py",
+            "PYTHONPATH; a loop of your own needs no install(), see examples/own_loop_mcore.py",
             name=error.name,
         ) from None
 

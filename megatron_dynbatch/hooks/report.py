@@ -90,6 +90,7 @@ def step_report(run: Session, step: Step, frame: Mapping[str, Any]) -> StepRepor
         loss_scale=float(frame["loss_scale"]),
         skipped=bool(frame["skipped_iter"]),
         metrics={name: float(value) for name, value in frame["loss_dict"].items()},
+        fewest_microbatches=summary.fewest_microbatches,
         num_oversize=summary.num_oversize,
         balance=summary.balance,
         lockstep=summary.lockstep,

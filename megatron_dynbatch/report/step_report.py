@@ -32,6 +32,7 @@ class StepReport:
         loss_scale: Of fp16 training, else 1.
         skipped: The optimizer did not step (fp16 overflow).
         metrics: Name → value of everything that the loss function reported.
+        fewest_microbatches: The smallest M that no lower bound rules out.
         num_oversize: Samples longer than a micro-batch may be.
         balance: Most loaded data-parallel rank over the bound that no placement beats.
         lockstep: What a collective per micro-batch across ranks pays; 1 is ideal.
@@ -56,6 +57,7 @@ class StepReport:
     loss_scale: float
     skipped: bool
     metrics: dict[str, float]
+    fewest_microbatches: int | None = None
     num_oversize: int = 0
     balance: float | None = None
     lockstep: float | None = None
