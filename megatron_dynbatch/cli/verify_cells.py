@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Place = tuple[int, int]
 """Tensor- and pipeline-parallel rank."""
@@ -106,6 +106,8 @@ def _wait(ranks: Sequence[Any], folder: Path, timeout: float) -> None:
 
 
 def _collect(folder: Path, world: int) -> Outcome:
+    import torch
+
     errors = sorted(folder.glob("error-*"))
     answers = sorted(folder.glob("rank-*.pt"))
     if errors:
@@ -141,6 +143,8 @@ def _rank_main(
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
+    import torch
+
     try:
         answer = _train(rank, world, script, argv, folder, weights, timeout)
         torch.save(answer, f"{folder}/rank-{rank}.tmp")
@@ -163,6 +167,7 @@ def _train(
     weights: str,
     timeout: float,
 ) -> dict[str, Any]:
+    import torch
     import torch.distributed as dist
 
     os.environ.update(
@@ -230,6 +235,7 @@ def _named_parameters(model: Sequence[Any]) -> dict[str, Any]:
 
 def _share_weights(model: Sequence[Any], optimizer: Any, folder: Path) -> None:
     """Save the weights of the first cell, give them to all others."""
+    import torch
     from megatron.core import mpu
 
     path = folder / "-".join(str(n) for n in _place())
@@ -268,4 +274,4 @@ def _record_gradients(answer: dict[str, Any], model: Sequence[Any]) -> Callable[
 
 def _gradient(parameter: Any) -> Tensor:
     gradient = getattr(parameter, "main_grad", parameter.grad)
-    return torch.zeros_like(parameter) if gradient is None else gradient
+    return parameter.new_zeros(parameter.shape) if gradient is None else gradient
