@@ -87,7 +87,8 @@ def joined(parts: Sequence[list[Observed]]) -> list[Observed]:
     whole = parts[0]
     for part in parts[1:]:
         for rank, observed in enumerate(part):
-            whole[rank].rows += observed.rows
+            for name in ("rows", "learning_rates", "weight_decays", "gradients", "parameters"):
+                getattr(whole[rank], name).extend(getattr(observed, name))
     return whole
 
 

@@ -1,7 +1,8 @@
 """``python -m tests.versions.table``: run every tested version and write docs/versions.md.
 
-With ``--repository MEGATRON_LM`` (a git clone) also says of other releases and branches whether
-every site and seam matches in their source; those are not run.
+``--checkout DIR`` (repeatable) runs a checkout too; it needs what that version imports, and the
+compiled dataset helpers. With ``--repository MEGATRON_LM`` (a git clone) the table also says of
+other releases and branches whether every site and seam matches in their source; those are not run.
 """
 
 from __future__ import annotations
@@ -43,9 +44,8 @@ UNRUN = """
 """
 
 
-def row(version: str) -> str:
-    """One version's line."""
-    root = root_of(version)
+def row(root: Path, source: str) -> str:
+    """The line of one Megatron."""
     hooked = run_cells(root)
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(root / "megatron", Path(folder) / "megatron")
@@ -53,9 +53,10 @@ def row(version: str) -> str:
         for name, text in source_patch.patched(tree).items():
             (tree.root / tree.module(name).file).write_text(text, encoding="utf-8")
         same = run_cells(tree.root, "--bare")["cells"] == hooked["cells"]
+        label = tree.label
     numbers = [hooked["cells"][name]["deviations"] for name in COMPARED]
     cells = [f"{found['loss']:.0e} / {found['grad norm']:.0e}" for found in numbers]
-    return f"| {version} | {' | '.join(cells)} | {'the same' if same else 'DIFFERS'} |\n"
+    return f"| {label} ({source}) | {' | '.join(cells)} | {'the same' if same else 'DIFFERS'} |\n"
 
 
 def read(repository: Path, reference: str) -> str:
@@ -71,11 +72,14 @@ def read(repository: Path, reference: str) -> str:
 def main() -> None:
     """Run, read, write."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions.table")
+    parser.add_argument("--checkout", type=Path, action="append", default=[])
     parser.add_argument("--repository", type=Path)
-    repository = parser.parse_args().repository
-    text = HEAD + "".join(row(version) for version in TESTED_VERSIONS)
-    if repository:
-        text += UNRUN + "".join(read(repository, name) for name in (*TAGS, *BRANCHES))
+    args = parser.parse_args()
+    rows = [row(checkout.resolve(), "checkout") for checkout in args.checkout]
+    rows += [row(root_of(version), "package") for version in TESTED_VERSIONS]
+    text = HEAD + "".join(sorted(rows))
+    if args.repository:
+        text += UNRUN + "".join(read(args.repository, name) for name in (*TAGS, *BRANCHES))
     TARGET.write_text(text, encoding="utf-8")
     print(text)
 
