@@ -55,7 +55,7 @@ def row(root: Path, source: str) -> str:
         same = run_cells(tree.root, "--bare")["cells"] == hooked["cells"]
         label = tree.label
     numbers = [hooked["cells"][name]["deviations"] for name in COMPARED]
-    cells = [f"{found['loss']:.0e} / {found['grad norm']:.0e}" for found in numbers]
+    cells = [f"{found['metrics']:.0e} / {found['grad norm']:.0e}" for found in numbers]
     return f"| {label} ({source}) | {' | '.join(cells)} | {'the same' if same else 'DIFFERS'} |\n"
 
 
