@@ -8,6 +8,7 @@ and no prompt group is split between them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -43,14 +44,7 @@ def rollout_report(
     """
     index = SampleIndex.from_samples(samples)
     rollout, count = index.rollout_indices, index.num_rollouts
-    extras = {"truncated": truncated, "turns": turns, "solved": solved}
-    given = {name: np.asarray(x) for name, x in extras.items() if x is not None}
-    for name, column in given.items():
-        if column.shape != (len(samples),):
-            raise ValueError(
-                f"{name} has shape {column.shape}; give one value for each of the "
-                f"{len(samples)} samples"
-            )
+    given = _columns(len(samples), truncated=truncated, turns=turns, solved=solved)
 
     def per_rollout(values: ArrayLike) -> NDArray[np.float64]:
         return np.bincount(rollout, np.asarray(values, np.float64), minlength=count)
@@ -74,8 +68,8 @@ def rollout_report(
         report["truncated"] = Metric.mean_of(per_rollout(cut) > 0)
         report["truncated_per_sample"] = Metric.mean_of(cut)
     if "turns" in given:
-        report["turns"] = Metric.mean_of(per_rollout(given["turns"]))
-        report["turns_max"] = _largest(per_rollout(given["turns"]))
+        calls = per_rollout(given["turns"])
+        report |= {"turns": Metric.mean_of(calls), "turns_max": _largest(calls)}
     first = np.unique(rollout, return_index=True)[1]
     rewards = [samples[row].reward for row in first]
     report |= _reward_metrics(np.array([np.nan if r is None else r for r in rewards], np.float64))
@@ -84,6 +78,18 @@ def rollout_report(
     report |= pass_rates(right, group_of_rollout, pass_at)
     report["constant_groups"] = _constant_groups(rewards, group_of_rollout)
     return report
+
+
+def _columns(num_samples: int, **extras: ArrayLike | None) -> dict[str, NDArray[Any]]:
+    """Those that are given, as arrays [S]."""
+    given = {name: np.asarray(x) for name, x in extras.items() if x is not None}
+    for name, column in given.items():
+        if column.shape != (num_samples,):
+            raise ValueError(
+                f"{name} has shape {column.shape}; give one value for each of the {num_samples} "
+                "samples"
+            )
+    return given
 
 
 def _reward_metrics(rewards: NDArray[np.float64]) -> dict[str, Metric]:
