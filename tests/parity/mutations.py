@@ -25,7 +25,7 @@ from tests.parity.reference import Recipe, ReferenceStep, train
 from tests.parity.rollouts import SHORT_SIZES, batch_flags, make_steps, write_batches
 
 BAR = 1e-9
-RECIPE = Recipe(clip_grad=0.0, decay=30, weight_decay=0.05, end_weight_decay=0.2)
+RECIPE = Recipe(clip_grad=0.0, epsilon=1e-8, decay=30, weight_decay=0.05, end_weight_decay=0.2)
 
 
 def put(module: Any, name: str, value: Any) -> None:

@@ -27,8 +27,9 @@ LOSS_NAMES = {"sft": "lm loss", "clip": "loss"}
 class Recipe:
     """Everything about the training that is neither data nor architecture.
 
-    Horizons are in rollouts. `dtype` is that of weights and arithmetic; `objective` is "sft" or
-    "clip", see `token_values`.
+    Adam's usual epsilon, 1e-8, turns the rounding of vanishing float32 gradients into whole steps;
+    float64 trainings use it. Horizons are in rollouts. `dtype` is that of weights and arithmetic;
+    `objective` is "sft" or "clip", see `token_values`.
     """
 
     objective: str = "sft"
@@ -43,7 +44,7 @@ class Recipe:
     end_weight_decay: float | None = None
     clip_grad: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-8
+    epsilon: float = 1e-4
     dtype: torch.dtype = torch.float64
 
     def flags(self) -> dict[str, object]:

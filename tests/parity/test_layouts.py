@@ -58,7 +58,7 @@ def test_float64_gradients_equal_those_of_the_independent_loop(
     layout: Layout, rollout_path: Path, reference: Reference, record: Record
 ) -> None:
     # Megatron clips float32 gradients only.
-    recipe = Recipe(clip_grad=0.0)
+    recipe = Recipe(clip_grad=0.0, epsilon=1e-8)
     flags = {
         **batch_flags(rollout_path),
         "micro-batch-width": "variable",

@@ -75,6 +75,7 @@ def recipe_of(choice: dict[str, Any]) -> Recipe:
         weight_decay=0.05,
         end_weight_decay=0.2,
         clip_grad=1.0 if choice["distributed"] else 0.0,
+        epsilon=1e-4 if choice["distributed"] else 1e-8,
     )
 
 

@@ -19,7 +19,9 @@ from tests.pool import run_ranks
 def test_an_own_loop_equals_the_independent_loop(
     layout: Layout, short_path: Path, short_reference: Reference, record: Record
 ) -> None:
-    recipe = Recipe(decay=30, warmup=5, clip_grad=0.0, weight_decay=0.05, end_weight_decay=0.2)
+    recipe = Recipe(
+        decay=30, warmup=5, clip_grad=0.0, epsilon=1e-8, weight_decay=0.05, end_weight_decay=0.2
+    )
     observed = run_ranks(layout.ranks, own_loop.train, short_path, layout, recipe, sum(SHORT_SIZES))
     found = deviations(observed, short_reference(recipe))
     record("own loop", layout.name, found)

@@ -20,7 +20,7 @@ from tests.parity.test_layouts import Record, Reference, name_of
 from tests.pool import run_ranks
 
 SHORT = Recipe(decay=sum(SHORT_SIZES))
-EXACT = Recipe(decay=sum(SHORT_SIZES), clip_grad=0.0)
+EXACT = Recipe(decay=sum(SHORT_SIZES), clip_grad=0.0, epsilon=1e-8)
 
 
 def exact_cell(path: Path, layout: Layout, **flags: object) -> Cell:
