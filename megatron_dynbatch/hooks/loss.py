@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from megatron_dynbatch.hooks.aux_loss import begin_schedule, has_aux_losses, watch_backward
+from megatron_dynbatch.hooks.report import reduced_reports
 from megatron_dynbatch.hooks.session import Session, session
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.losses.scaling import megatron_loss
+from megatron_dynbatch.report import Metric
 
 LossFunction = Callable[..., tuple[Any, ...]]
 
@@ -41,11 +43,12 @@ def _scaled_schedule(schedule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(schedule)
     def run_schedule(*, forward_step_func: Callable[..., Any], **named: Any) -> Any:
         run = session()
-        if run is not None and run.step is not None and not named.get("forward_only", False):
-            if has_aux_losses(run):
-                begin_schedule(run, named["model"])
-            forward_step_func = _scaled_forward_step(run, forward_step_func)
-        return schedule(forward_step_func=forward_step_func, **named)
+        if run is None or run.step is None or named.get("forward_only", False):
+            return schedule(forward_step_func=forward_step_func, **named)
+        if has_aux_losses(run):
+            begin_schedule(run, named["model"])
+        forward_step_func = _scaled_forward_step(run, forward_step_func)
+        return reduced_reports(schedule(forward_step_func=forward_step_func, **named))
 
     return run_schedule
 
@@ -71,7 +74,7 @@ def _scaled_forward_step(run: Session, forward_step: Callable[..., Any]) -> Call
 
 def _scaled_loss(
     run: Session, micro_batch: MicroBatch, loss_function: LossFunction, output: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Metric]]:
     wanted = _wanted_keywords(loss_function)
     if wanted:
         offered = {
@@ -93,7 +96,7 @@ def _scaled_loss(
         run.layout,
         calculate_per_token_loss=run.args.calculate_per_token_loss,
     )
-    return loss, num_tokens, _report_pairs(report, report_count)
+    return loss, num_tokens, _typed(report, report_count)
 
 
 def weighted_output(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
@@ -119,15 +122,15 @@ def weighted_output(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tens
     return torch.where(trained, output, zero) * weights.view(output.shape).to(output.dtype)
 
 
-def _report_pairs(
-    report: Mapping[str, Any], report_count: float
-) -> dict[str, torch.Tensor]:
-    """Local sums with counts that add up to B over micro-batches and ranks."""
-    pairs = {}
+def _typed(report: Mapping[str, Any], report_count: float) -> dict[str, Metric]:
+    """Local sums as means whose counts add up to B; metrics that have a kind as they are."""
+    typed = {}
     for name, value in report.items():
-        local_sum = torch.as_tensor(value).detach().reshape(-1)[0].double()
-        pairs[name] = torch.stack([local_sum, torch.full_like(local_sum, report_count)])
-    return pairs
+        if not isinstance(value, Metric):
+            local_sum = torch.as_tensor(value).detach().reshape(-1)[0].double()
+            value = Metric.mean(local_sum, report_count)
+        typed[name] = value
+    return typed
 
 
 def _wanted_keywords(loss_function: LossFunction) -> tuple[str, ...]:

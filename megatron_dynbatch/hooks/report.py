@@ -1,5 +1,8 @@
 """Megatron's own log lines show the step's rollouts; the step report is written beside them.
 
+What the loss function reported is reduced once per step, in one collective that also finds out
+whether all ranks reported the same names, before Megatron's own reduction, key by key, could hang.
+
 Seam: the batch size that `training_log` computes. It is evaluated on every rank, once per step,
 after the losses were reduced. Reports go to the JSONL of ``--step-report`` and to Megatron's own
 TensorBoard and W&B writers, as ``train/…`` over the optimizer iteration.
@@ -8,12 +11,20 @@ TensorBoard and W&B writers, as ``train/…`` over the optimizer iteration.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from megatron_dynbatch.hooks.session import Session, session
 from megatron_dynbatch.plan.summary import StepSummary, summarize
-from megatron_dynbatch.report import StepReport, StepReportWriter
+from megatron_dynbatch.report import (
+    Metric,
+    StepReport,
+    StepReportWriter,
+    merge,
+    reduce_over_ranks,
+)
 from megatron_dynbatch.steps import Step
 
 # (run, end of its last step): a new run in the same process has no step before its first.
@@ -37,6 +48,32 @@ def logged_batch_size(stock: int, frame: Mapping[str, Any]) -> int:
         if _writes_now(run, frame):
             write_scalars(report, frame.get("writer"), frame.get("wandb_writer"))
     return run.step.step_global_batch_size
+
+
+def reduced_reports(reports: Sequence[Mapping[str, Metric]]) -> list[dict[str, torch.Tensor]]:
+    """A step's reports as Megatron's `train_step` reads them, already over all ranks.
+
+    Args:
+        reports: Of each micro-batch of this rank; empty before the last pipeline stage.
+
+    Returns:
+        One dict: name → [value, 1], which Megatron's own sum over ranks leaves as it is; empty
+        where nothing was reported.
+
+    Raises:
+        ValueError: On every rank: a metric that some micro-batches or ranks lack, naming both.
+    """
+    if not reports:
+        return []
+    from megatron.core import mpu
+
+    merged = merge(reports, "micro-batch")
+    values = reduce_over_ranks(merged, mpu.get_data_parallel_group(with_context_parallel=True))
+    device = torch.device("cuda", torch.cuda.current_device())
+    pairs = torch.tensor(
+        [[value, 1.0] for value in values.values()], dtype=torch.float64, device=device
+    )
+    return [dict(zip(values, pairs, strict=True))]
 
 
 def _is_last_rank() -> bool:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.losses.policy import policy
+from megatron_dynbatch.report import Metric
 
-LossAndSums = tuple[Tensor, dict[str, Tensor]]
+LossAndSums = tuple[Tensor, dict[str, Tensor | Metric]]
 
 
 def ppo(output: Tensor, microbatch: MicroBatch, **options: Any) -> LossAndSums:

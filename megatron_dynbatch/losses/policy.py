@@ -43,6 +43,7 @@ from megatron_dynbatch.losses.on_policy import OldLogProbs
 from megatron_dynbatch.losses.sequence import sequence_means
 from megatron_dynbatch.losses.sft import token_log_probs
 from megatron_dynbatch.reduce import PolicyFormula, policy_loss_sums
+from megatron_dynbatch.report import Metric
 
 Surrogate = Literal["clip", "cispo", "gspo", "gmpo", "reinforce"]
 SEQUENCE_SURROGATES = ("gspo", "gmpo")
@@ -67,6 +68,7 @@ class PolicyOptions:
         importance_bounds: (low, high) of ρ; truncation reads only high.
         off_policy_threshold: δ of `off_policy_mask`, in nats per token; None: no such mask.
         temperature: Temperature the responses were sampled at. Needs logits unless it is 1.
+        ratio_extremes: Report the smallest and the largest ratio of a token too.
 
     Raises:
         ValueError: An option out of range, or two that contradict each other.
@@ -84,6 +86,7 @@ class PolicyOptions:
     importance_bounds: tuple[float, float] = (0.5, 2.0)
     off_policy_threshold: float | None = None
     temperature: float = 1.0
+    ratio_extremes: bool = False
 
     def __post_init__(self) -> None:
         for name, choice, choices in (
@@ -254,7 +257,7 @@ def policy(
     tp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
     **options: Any,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor | Metric]]:
     """Policy loss on the columns `advantages`, `log_probs` and what else the options ask for.
 
     Args:
@@ -268,7 +271,7 @@ def policy(
         l = Σ w·x, 0-d float64, and local weighted sums (detached) of "loss", "pg_loss",
         "clip_fraction", "dual_clip_fraction", "approx_kl", "ratio", "ratio_clamped" and, as the
         options ask for them, "kl", "entropy", "importance_weight", "importance_fraction",
-        "off_policy_fraction".
+        "off_policy_fraction"; "ratio_min" and "ratio_max" over the tokens of the step.
 
     Raises:
         ValueError: See `PolicyOptions`; a column that the samples do not have; a missing group.
@@ -296,7 +299,19 @@ def policy(
             rollout_logp=microbatch.column("rollout_log_probs") if chosen.importance else None,
             entropy=entropy,
         )
-    return sums["loss"], {name: value.detach() for name, value in sums.items()}
+    report: dict[str, Tensor | Metric] = {name: x.detach() for name, x in sums.items()}
+    if chosen.ratio_extremes:
+        report |= _ratio_extremes(chosen, log_probs, microbatch)
+    return sums["loss"], report
+
+
+def _ratio_extremes(
+    chosen: PolicyOptions, log_probs: Tensor, microbatch: MicroBatch
+) -> dict[str, Metric]:
+    raw = (log_probs - _old_log_probs(chosen, log_probs, microbatch)).detach()
+    ratio = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    mask = microbatch.token_weights
+    return {"ratio_min": Metric.least(ratio, mask), "ratio_max": Metric.largest(ratio, mask)}
 
 
 def _old_log_probs(chosen: PolicyOptions, log_probs: Tensor, microbatch: MicroBatch) -> Tensor:

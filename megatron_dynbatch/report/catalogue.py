@@ -37,6 +37,8 @@ LOSS: dict[str, MetricSpec] = {
     "dual_clip_fraction": _mean("", "tokens where the dual clip decided"),
     "approx_kl": _mean("nats", "r − 1 − log r, an estimate of KL(old ‖ new)"),
     "ratio": _mean("", "importance ratio of new to old policy"),
+    "ratio_min": MetricSpec("min", "", "smallest ratio of a token"),
+    "ratio_max": MetricSpec("max", "", "largest ratio of a token"),
     "ratio_clamped": _mean("", "tokens whose log-ratio lay outside ±20"),
     "kl": _mean("nats", "KL to the reference policy, by the chosen estimator"),
     "entropy": _mean("nats", "entropy of the policy at each token"),
@@ -48,7 +50,7 @@ LOSS: dict[str, MetricSpec] = {
     "value": _mean("", "value estimate"),
     "return": _mean("", "value target"),
 }
-"""Means under the step's reduction: Σ w·x / B. Reported by losses."""
+"""Reported by losses; means are under the step's reduction: Σ w·x / B."""
 
 STEP: dict[str, MetricSpec] = {
     "step_global_batch_size": MetricSpec("count", "rollouts", "G"),

@@ -4,7 +4,7 @@ from typing import Any
 
 # Bounds lie where the made-up log-probs and advantages fall on both sides.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "ppo": {"dual_clip": 1.2, "entropy_coef": 0.0},
+    "ppo": {"dual_clip": 1.2, "entropy_coef": 0.0, "ratio_extremes": True},
     "grpo": {"entropy_coef": 0.1},
     "dr_grpo": {"kl": "k1", "kl_coef": 0.1},
     "dapo": {"importance": "truncate", "importance_bounds": (0.0, 1.2)},

@@ -15,7 +15,7 @@ from megatron_dynbatch.report import Metric, merge
 from megatron_dynbatch.rollouts import Sample
 from tests.layout.helpers import plan_of
 
-Loss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+Loss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor | Metric]]]
 
 
 def reported(plan: Plan, samples: Sequence[Sample], loss: Loss) -> dict[str, float]:
@@ -30,7 +30,10 @@ def reported(plan: Plan, samples: Sequence[Sample], loss: Loss) -> dict[str, flo
                 )
                 local_sum, report = loss(mb)
                 count = megatron_loss(local_sum, step, layout, calculate_per_token_loss=False)[2]
-                contributions.append({n: Metric.mean(x, count) for n, x in report.items()})
+                contributions.append({
+                    n: x if isinstance(x, Metric) else Metric.mean(x, count)
+                    for n, x in report.items()
+                })  # fmt: skip
     return {name: m.value() for name, m in merge(contributions, "micro-batch").items()}
 
 
@@ -42,9 +45,9 @@ def sample(ratios: Sequence[float], rollout: int = 0) -> Sample:
     )  # fmt: skip
 
 
-def moved_policy(mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def moved_policy(mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor | Metric]]:
     """The clipped loss where the log-probs now are those of the column `rollout_log_probs`."""
-    return policy(-mb.column("rollout_log_probs"), mb)
+    return policy(-mb.column("rollout_log_probs"), mb, ratio_extremes=True)
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(dp=2), ParallelLayout(cp=2)])
@@ -52,7 +55,9 @@ def test_clip_fraction_counts_tokens_not_micro_batches(layout: ParallelLayout) -
     samples = [sample([2.0]), sample([1.0, 1.1, 0.9], rollout=1)]
     split = [[[0], [1]]] if layout.dp == 1 else [[[0]], [[1]]]
     plan = plan_of(samples, split, layout, "token")
-    assert reported(plan, samples, moved_policy)["clip_fraction"] == pytest.approx(0.25)
+    found = reported(plan, samples, moved_policy)
+    assert found["clip_fraction"] == pytest.approx(0.25)
+    assert (found["ratio_min"], found["ratio_max"]) == pytest.approx((0.9, 2.0), rel=1e-6)
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
@@ -66,7 +71,7 @@ def test_entropy_is_the_same_number_under_context_parallelism(cp: int, reduction
     samples = [sample([1.0] * n, rollout=n % 2) for n in (3, 1, 6, 2)]
     plan = plan_of(samples, [[[0, 1], [2, 3]]], ParallelLayout(cp=cp), reduction)
 
-    def loss(mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor | Metric]]:
         logits = torch.tensor([p, 1 - p], dtype=torch.float64).log().expand(mb.num_tokens, 2)
         # Token ids are above 1; which token is the label does not matter here.
         mb.labels.clamp_(max=1)
