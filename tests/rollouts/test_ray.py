@@ -1,0 +1,163 @@
+"""Rollouts over a real, local Ray: the contract of files, few bytes, and a killed actor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dynbatch.plan import ParallelLayout, PlanOptions
+from megatron_dynbatch.plan.handshake import publish_layout, rows_by_rank, write_planned
+from megatron_dynbatch.plan.types import Plan
+from megatron_dynbatch.rollouts import RolloutDataError, Sample, open_transport
+from megatron_dynbatch.steps import StepFeed
+from tests.rollouts.helpers import assert_same_samples, random_samples
+
+ray = pytest.importorskip("ray")
+
+from megatron_dynbatch.rollouts.ray_transport import RayRollouts  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """A Ray of one CPU on this machine."""
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=2**28)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def name() -> str:
+    """A run of its own for each test."""
+    return f"run-{uuid.uuid4().hex[:8]}"
+
+
+def kill(rollouts: RayRollouts) -> None:
+    """End the actor's process as the kernel would; Ray starts it anew."""
+    pid = ray.get(rollouts._hub.__ray_call__.remote(lambda hub: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_write_read_delete_and_finish(name: str) -> None:
+    rollouts = open_transport(f"ray:///{name}")
+    assert isinstance(rollouts, RayRollouts) and rollouts.state(0) == "absent"
+    samples = random_samples(60, seed=0)
+    assert rollouts.write(samples, "plan", parts=[[3, 2], [59]], key="a") == 0
+    assert rollouts.write(samples[:1]) == 1
+    assert rollouts.write(samples, key="a") == 0
+    other = RayRollouts(name)  # another process would do the same
+    assert_same_samples(other.read(0, [59, 3, 10, 3]), [samples[r] for r in (59, 3, 10, 3)])
+    assert other.read(0, [3], fields=())[0].values is None
+    assert len(other.index(0)) == 60 and other.plan_json(0) == "plan"
+    rollouts.publish("layout", "x")
+    assert other.published("layout") == "x" and other.published("progress") is None
+    for call in (lambda: other.read(0, [60]), lambda: other.read(0, [0], fields=["logprobs"])):
+        with pytest.raises(ValueError, match="no row 60|no optional field"):
+            call()
+    with pytest.raises(RolloutDataError, match="there is no batch 7"):
+        other.index(7)
+    other.delete_before(1)
+    with pytest.raises(RolloutDataError, match="batch 0 was deleted"):
+        rollouts.read(0, [3])
+    assert rollouts.finish() == 2
+    assert [rollouts.state(b) for b in (1, 2)] == ["present", "end"]
+    with pytest.raises(RolloutDataError, match="finished after 2 batches"):
+        rollouts.write(samples)
+
+
+def test_the_feed_trains_from_ray(name: str) -> None:
+    rollouts = RayRollouts(name)
+    layout, options = ParallelLayout(), PlanOptions(max_tokens_per_gpu=12, rollouts_per_step=2)
+    publish_layout(rollouts, layout, options)
+    for batch in range(3):
+        write_planned(rollouts, [Sample([9 * batch + n, 7, 7], 2) for n in range(3)])
+    rollouts.finish()
+    steps = StepFeed(RayRollouts(name), layout, options)
+    seen = []
+    while (step := steps.open_step()) is not None:
+        seen.append([int(step.samples[row].tokens[0]) for row in step.step_plan.samples])
+        steps.finish_step()
+    assert seen == [[0, 1], [2], [9, 10], [11], [18, 19], [20]]
+
+
+def test_a_rank_fetches_its_own_part_only(name: str) -> None:
+    """32 ranks: what a rank fetches is the encoded size of its rows, and less without fields."""
+    rollouts = RayRollouts(name)
+    options = PlanOptions(max_tokens_per_gpu=256, rollouts_per_step=None)
+    publish_layout(rollouts, ParallelLayout(dp=32), options)
+    samples = random_samples(320, seed=4)
+    write_planned(rollouts, samples)
+    plan = Plan.from_json((rollouts.plan_json(0) or "").partition("\n")[2])
+    sizes = []
+    for rows in rows_by_rank(plan):
+        reader = RayRollouts(name)
+        reader.read(0, rows)
+        alone = RayRollouts(f"{name}-{len(sizes)}")
+        alone.write([samples[row] for row in rows], parts=[list(range(len(rows)))])
+        alone.read(0, list(range(len(rows))))
+        assert reader.bytes_fetched <= 1.1 * alone.bytes_fetched
+        sizes.append(reader.bytes_fetched)
+        first_stage = RayRollouts(name)
+        first_stage.read(0, rows, fields=())
+        assert first_stage.bytes_fetched < 0.5 * reader.bytes_fetched
+        ray.kill(alone._hub)
+        if len(sizes) == 4:  # actors are processes, and slow to start
+            break
+    whole = RayRollouts(name)
+    whole.read(0, range(320))
+    assert max(sizes) < whole.bytes_fetched / 16
+
+
+def test_an_actor_with_a_journal_comes_back_with_all_batches(name: str, tmp_path: Path) -> None:
+    path = f"ray:///{name}?journal={tmp_path / 'journal'}"
+    rollouts: Any = open_transport(path)
+    samples = random_samples(40, seed=1)
+    rollouts.write(samples, "plan", parts=[[5, 4], [39]], key="a")
+    rollouts.publish("progress", "0")
+    assert_same_samples(rollouts.read(0, [5, 30]), [samples[5], samples[30]])
+    kill(rollouts)
+    assert rollouts.write(samples, key="a") == 0  # its writer did not learn the outcome
+    assert rollouts.write(samples[:2], key="b") == 1
+    kill(rollouts)
+    assert rollouts.state(0) == rollouts.state(1) == "present"
+    assert rollouts.published("progress") == "0" and rollouts.plan_json(0) == "plan"
+    assert_same_samples(rollouts.read(0, [39, 5]), [samples[39], samples[5]])
+    reader = RayRollouts(name)
+    reader.read(0, [5])
+    whole = RayRollouts(name)
+    whole.read(0, range(40))
+    assert reader.bytes_fetched < whole.bytes_fetched / 2  # the parts are there again
+    kill(rollouts)
+    assert rollouts.finish() == 2
+    assert rollouts.state(2) == "end"
+
+
+def test_an_actor_killed_while_batches_are_written_loses_and_doubles_none(
+    name: str, tmp_path: Path
+) -> None:
+    rollouts: Any = open_transport(f"ray:///{name}?journal={tmp_path / 'journal'}")
+    rollouts.state(0)
+    killer = threading.Timer(0.3, kill, (rollouts,))
+    killer.start()
+    for number in range(40):
+        rollouts.write([Sample([number, 7], 1)])
+    killer.join()
+    assert rollouts.finish() == 40
+    found = [int(rollouts.read(b, [0])[0].tokens[0]) for b in range(40)]
+    assert found == list(range(40))
+
+
+def test_an_actor_without_a_journal_refuses_to_go_on(name: str) -> None:
+    rollouts = RayRollouts(name)
+    rollouts.write(random_samples(4, seed=0))
+    kill(rollouts)
+    with pytest.raises(RolloutDataError, match="started again without its batches.*journal"):
+        rollouts.state(0)
+    with pytest.raises(RolloutDataError, match="started again without its batches"):
+        rollouts.write(random_samples(4, seed=0))
