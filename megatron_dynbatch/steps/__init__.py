@@ -4,6 +4,7 @@ from megatron_dynbatch.steps.announce import Staleness
 from megatron_dynbatch.steps.cursor import Cursor
 from megatron_dynbatch.steps.exchange import Exchange, RankFailure
 from megatron_dynbatch.steps.feed import BatchTimeout, StepFeed
+from megatron_dynbatch.steps.forward_only import run_forward_only, with_fields
 from megatron_dynbatch.steps.prefetch import OpenBatch
 from megatron_dynbatch.steps.step import Step
 
@@ -16,4 +17,6 @@ __all__ = [
     "Staleness",
     "Step",
     "StepFeed",
+    "run_forward_only",
+    "with_fields",
 ]

@@ -270,7 +270,7 @@ class StepFeed:
         return Prefetch(cursor.batch_id, prepare)
 
     def _read_batch(self, cursor: Cursor, message: dict[str, Any]) -> OpenBatch:
-        batch = OpenBatch(cursor.batch_id, message, None, [], {}, {})
+        batch = OpenBatch(cursor.batch_id, message, None, [], {}, {}, cursor.step_index)
         if message["kind"] != "plan":
             return batch
         batch.plan = Plan.from_json(message["plan"])

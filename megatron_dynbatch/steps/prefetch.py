@@ -32,6 +32,7 @@ class OpenBatch:
         origins: (batch, row) of each plan row.
         samples: Plan row → sample, for the rows that this rank still trains.
         steps: Step index → step, as far as they were made.
+        first_step: The step of the plan at which this run begins with the batch.
     """
 
     batch_id: int
@@ -40,6 +41,7 @@ class OpenBatch:
     origins: list[tuple[int, int]]
     samples: dict[int, Sample]
     steps: dict[int, Step]
+    first_step: int = 0
 
 
 class Cancelled(Exception):
