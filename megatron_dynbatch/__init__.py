@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_dynbatch._version import __version__
 
 if TYPE_CHECKING:
-    from megatron_dynbatch.hooks import current, get_batch, install, on_batch_needed, uninstall
+    from megatron_dynbatch.hooks import (
+        current,
+        get_batch,
+        install,
+        on_batch_needed,
+        on_batch_opened,
+        uninstall,
+    )
     from megatron_dynbatch.layout import MicroBatch
     from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 
@@ -24,6 +31,7 @@ _HOME = {
     "get_batch": "hooks",
     "install": "hooks",
     "on_batch_needed": "hooks",
+    "on_batch_opened": "hooks",
     "uninstall": "hooks",
 }
 
@@ -36,6 +44,7 @@ __all__ = [
     "get_batch",
     "install",
     "on_batch_needed",
+    "on_batch_opened",
     "uninstall",
 ]
 

@@ -2,7 +2,7 @@
 
 from megatron_dynbatch.hooks.data_iterator import DataIterator, get_batch, get_data_iterator
 from megatron_dynbatch.hooks.installation import install, uninstall
-from megatron_dynbatch.hooks.policy import on_batch_needed
+from megatron_dynbatch.hooks.policy import on_batch_needed, on_batch_opened
 from megatron_dynbatch.hooks.session import current
 from megatron_dynbatch.hooks.sites import SiteError
 
@@ -14,5 +14,6 @@ __all__ = [
     "get_data_iterator",
     "install",
     "on_batch_needed",
+    "on_batch_opened",
     "uninstall",
 ]

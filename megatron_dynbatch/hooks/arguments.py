@@ -20,7 +20,8 @@ from megatron_dynbatch.plan.options import (
     LOSS_REDUCTIONS,
     OVERSIZE_POLICIES,
 )
-from megatron_dynbatch.rollouts import RolloutDirectory, RolloutSource
+from megatron_dynbatch.rollouts import RolloutSource, open_transport
+from megatron_dynbatch.steps.announce import STALE_POLICIES, Staleness
 
 WIDTHS = ("fixed", "variable")
 
@@ -44,7 +45,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--dynamic-global-batch", action="store_true",
         help="Take every training step, of any size, from planned rollouts.")
-    add("--rollout-path", metavar="DIR", help="Directory that the rollout side writes batches to.")
+    add("--rollout-path", metavar="PATH",
+        help="Where the rollout side writes batches: a directory, ray://HOST:PORT/NAME "
+        "(ray:///NAME: the cluster of this machine), or queue:NAME (this process).")
     add("--rollouts-per-step", type=_rollouts_per_step, metavar="N|batch",
         help="Rollouts in a step at most; 'batch' takes each rollout batch as one step.")
     add("--max-tokens-per-gpu", type=int, metavar="N",
@@ -71,6 +74,18 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--on-batch-needed", metavar="pkg.mod:fn",
         help="Function (cursor, model_chunks) called on every rank when the next batch is not "
         "there yet.")
+    add("--on-batch-opened", metavar="pkg.mod:fn",
+        help="Function (batch, model_chunks) called on every rank before the first step of a "
+        "batch; returns its samples, with log-probs of a forward-only pass for example.")
+    add("--max-staleness", type=int, metavar="BATCHES",
+        help="Rollouts sampled by weights that are more batches old than this are stale "
+        "(default: none is).")
+    add("--stale-rollouts", choices=STALE_POLICIES, default="drop",
+        help="drop: stale rollouts are left out and counted; train: they are trained, and the "
+        "loss weighs them by their rollout_log_probs (default: drop).")
+    add("--keep-batches", type=int, metavar="N",
+        help="Delete rollout batches once a completed checkpoint lies more than N batches beyond "
+        "them (default: keep all).")
     add("--step-report", metavar="FILE", help="JSONL file that gets one line per step.")
 
 
@@ -178,6 +193,9 @@ def settle_args(args: argparse.Namespace) -> None:
             + "\n".join(f"  {reason}" for reason in reasons)
         )
     options_from_args(args).capacity(layout_from_args(args))
+    staleness_from_args(args)
+    if args.keep_batches is not None and args.keep_batches < 0:
+        raise ValueError(f"--keep-batches {args.keep_batches}: give a number of batches, 0 or more")
     source_from_args(args).state(0)  # raises if the path is something else than rollouts
     if args.micro_batch_width == "variable":
         args.variable_seq_lengths = True
@@ -219,8 +237,13 @@ def options_from_args(args: argparse.Namespace) -> PlanOptions:
     )
 
 
+def staleness_from_args(args: argparse.Namespace) -> Staleness:
+    """Which rollouts are too old, and what happens to them."""
+    return Staleness(args.max_staleness, args.stale_rollouts)
+
+
 def source_from_args(
     args: argparse.Namespace, vocab_size: int | None = None
 ) -> RolloutSource:
     """The transport that --rollout-path names; token ids must be below ``vocab_size``."""
-    return RolloutDirectory(args.rollout_path, vocab_size=vocab_size)
+    return open_transport(args.rollout_path, vocab_size=vocab_size)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_dynbatch.hooks.arguments import settle_args
-from megatron_dynbatch.hooks.policy import batch_needed
+from megatron_dynbatch.hooks.policy import batch_needed, batch_opened
 from megatron_dynbatch.hooks.session import Session, end_session, session, start_session
 
 
@@ -86,7 +86,9 @@ def loop_condition(stock: bool, frame: Mapping[str, Any]) -> bool:
             f"not on a step boundary: Megatron counts {args.consumed_train_samples} consumed "
             f"rollouts, the cursor {feed.cursor.consumed_rollouts}"
         )
+    run.at_step_boundary(frame["iteration"])
     feed.on_batch_needed = batch_needed(frame["model"], args)
+    feed.on_batch_opened = batch_opened(frame["model"], args)
     step = feed.open_step()
     # Empty steps that were passed over count as consumed.
     args.consumed_train_samples = feed.cursor.consumed_rollouts

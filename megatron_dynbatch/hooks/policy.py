@@ -1,21 +1,26 @@
-"""The policy seam: the one place where a policy's weights reach a generator.
+"""The seams between training and a policy, both at the step boundary and on every rank.
 
-Called on every rank at the step boundary whenever the next rollout batch is not there yet: the
-first time before step 1. It may generate rollouts itself, or hand the weights to whoever does.
+`on_batch_needed` is where a policy's weights reach a generator: called whenever the next rollout
+batch is not there yet, the first time before step 1. It may generate rollouts itself, or hand the
+weights to whoever does. `on_batch_opened` is called before the first step of a batch and may
+complete its samples, by a forward-only pass for example.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_dynbatch.steps import Cursor
+from megatron_dynbatch.rollouts import Sample
+from megatron_dynbatch.steps import Cursor, OpenBatch
 
 OnBatchNeeded = Callable[[Cursor, list[Any]], None]
+OnBatchOpened = Callable[[OpenBatch, list[Any]], Mapping[int, Sample]]
 
 _registered: OnBatchNeeded | None = None
+_registered_opened: OnBatchOpened | None = None
 
 
 def on_batch_needed(function: OnBatchNeeded | None) -> OnBatchNeeded | None:
@@ -30,25 +35,47 @@ def on_batch_needed(function: OnBatchNeeded | None) -> OnBatchNeeded | None:
     return function
 
 
+def on_batch_opened(function: OnBatchOpened | None) -> OnBatchOpened | None:
+    """Register ``function(batch, model_chunks)``; also a decorator. None removes it.
+
+    It is called on every rank before the first step of a batch (after a resume inside a batch,
+    again), with parameters gathered, and returns this rank's samples, plan row → sample.
+    """
+    global _registered_opened
+    _registered_opened = function
+    return function
+
+
 def batch_needed(model: list[Any], args: argparse.Namespace) -> Callable[[Cursor], None] | None:
     """The registered function (or the one named by --on-batch-needed) bound to this model."""
-    function = _registered or _named(args.on_batch_needed)
-    if function is None:
-        return None
+    function = _registered or _named("--on-batch-needed", args.on_batch_needed)
+    return None if function is None else _bound(function, model, args)
 
-    def call(cursor: Cursor) -> None:
+
+def batch_opened(
+    model: list[Any], args: argparse.Namespace
+) -> Callable[[OpenBatch], Mapping[int, Sample]] | None:
+    """The registered function (or the one named by --on-batch-opened) bound to this model."""
+    function = _registered_opened or _named("--on-batch-opened", args.on_batch_opened)
+    return None if function is None else _bound(function, model, args)
+
+
+def _bound[T, R](
+    function: Callable[[T, list[Any]], R], model: list[Any], args: argparse.Namespace
+) -> Callable[[T], R]:
+    def call(argument: T) -> R:
         if args.use_distributed_optimizer and args.overlap_param_gather:
             for chunk in model:
                 chunk.start_param_sync(force_sync=True)
-        function(cursor, model)
+        return function(argument, model)
 
     return call
 
 
-def _named(path: str | None) -> OnBatchNeeded | None:
+def _named(flag: str, path: str | None) -> Any:
     if path is None:
         return None
     module, _, name = path.partition(":")
     if not name:
-        raise ValueError(f"--on-batch-needed {path!r}: expected package.module:function")
+        raise ValueError(f"{flag} {path!r}: expected package.module:function")
     return getattr(importlib.import_module(module), name)

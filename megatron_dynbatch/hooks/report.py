@@ -133,6 +133,7 @@ def step_report(run: Session, step: Step, frame: Mapping[str, Any]) -> StepRepor
         lockstep=summary.lockstep,
         predicted_time=summary.seconds,
         step_time=_seconds_since_last(run),
+        wait_time=step.wait_seconds,
     )
 
 

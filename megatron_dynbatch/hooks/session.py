@@ -10,10 +10,16 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from megatron_dynbatch.hooks.arguments import layout_from_args, options_from_args, source_from_args
+from megatron_dynbatch.hooks.arguments import (
+    layout_from_args,
+    options_from_args,
+    source_from_args,
+    staleness_from_args,
+)
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.report import StepReportWriter
 from megatron_dynbatch.steps import Cursor, Exchange, Step, StepFeed
@@ -41,6 +47,7 @@ class Session:
         self.writer: StepReportWriter | None = None
         self._feed: StepFeed | None = None
         self._restored: Cursor | None = None
+        self._cursors: dict[int, Cursor] = {}
 
     @property
     def feed(self) -> StepFeed:
@@ -56,6 +63,10 @@ class Session:
         from megatron.training import get_tokenizer
 
         args = self.args
+        stage, num_stages = (
+            mpu.get_pipeline_model_parallel_rank(),
+            mpu.get_pipeline_model_parallel_world_size(),
+        )
         return StepFeed(
             source_from_args(args, vocab_size=get_tokenizer().vocab_size),
             self.layout,
@@ -65,7 +76,31 @@ class Session:
             exchange=Exchange.of_job(timeout=args.agreement_timeout, name=str(self.number)),
             batch_timeout=args.batch_timeout,
             device=torch.device("cuda", torch.cuda.current_device()),
+            # The loss, which reads advantages and log-probs, is on the last stage.
+            fields=None if stage == num_stages - 1 else (),
+            staleness=staleness_from_args(args),
+            keep_batches=args.keep_batches,
         )
+
+    def at_step_boundary(self, iteration: int) -> None:
+        """Note where a checkpoint of this iteration stands, and learn of completed ones.
+
+        Megatron names the last completed checkpoint, saved asynchronously or not, in one file.
+        """
+        if self.args.keep_batches is None or not self.args.save:
+            return
+        self._cursors[iteration] = self.feed.cursor
+        tracker = Path(self.args.save) / "latest_checkpointed_iteration.txt"
+        text = tracker.read_text().strip() if tracker.exists() else ""
+        completed = int(text) if text.isdecimal() else -1
+        if completed in self._cursors:
+            self.feed.checkpoint_completed(self._cursors[completed])
+            self._cursors = {i: c for i, c in self._cursors.items() if i > completed}
+
+    def close(self) -> None:
+        """End the threads of the run."""
+        if self._feed is not None:
+            self._feed.close()
 
     def restore(self, cursor: Cursor) -> None:
         """Continue at the cursor of a checkpoint that was loaded."""
@@ -86,6 +121,7 @@ _session: Session | None = None
 def start_session(args: argparse.Namespace) -> Session:
     """Begin a run; whatever an earlier run left is forgotten."""
     global _session
+    end_session()
     _session = Session(args)
     return _session
 
@@ -93,6 +129,8 @@ def start_session(args: argparse.Namespace) -> Session:
 def end_session() -> None:
     """Forget the run, if there is one."""
     global _session
+    if _session is not None:
+        _session.close()
     _session = None
 
 

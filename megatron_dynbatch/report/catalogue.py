@@ -65,6 +65,7 @@ STEP: dict[str, MetricSpec] = {
     "lockstep": _mean("", "what a collective per micro-batch across ranks pays, 1 is ideal"),
     "predicted_time": MetricSpec("sum", "cost", "step time by the cost model, in its unit"),
     "step_time": MetricSpec("sum", "seconds", "measured between the ends of two steps"),
+    "wait_time": MetricSpec("sum", "seconds", "of it, waiting for rollouts"),
 }
 """One value per step, from its plan."""
 

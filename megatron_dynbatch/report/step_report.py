@@ -39,6 +39,7 @@ class StepReport:
         predicted_time: Step time by the plan's cost model, in its unit (seconds if it was measured,
             see `megatron-dynbatch fit-cost`).
         step_time: Seconds between the end of the step before and of this one; None for the first.
+        wait_time: Seconds of it that training waited for rollouts to be there, planned and read.
     """
 
     iteration: int
@@ -63,6 +64,7 @@ class StepReport:
     lockstep: float | None = None
     predicted_time: float | None = None
     step_time: float | None = None
+    wait_time: float | None = None
 
     def scalars(self) -> dict[str, float]:
         """`train/…` → value of every number of `catalogue.STEP`, and what the loss reported."""

@@ -33,6 +33,9 @@ class Exchange:
         world_size: Number of processes that take part.
         timeout: Seconds that a rank waits for the others' part of one call.
         name: Distinguishes several exchanges over one store.
+
+    Raises:
+        RankFailure: The rank was there before: its process was restarted, and the others were not.
     """
 
     def __init__(
@@ -44,6 +47,13 @@ class Exchange:
         self._store = dist.PrefixStore(f"megatron_dynbatch/{name}", store)
         self._calls = 0
         self._own_keys: list[tuple[int, str]] = []
+        if self._store.add(f"joined/{rank}", 1) > 1:
+            error = RankFailure(
+                f"rank {rank} joined a second time: it was restarted alone, and knows nothing of "
+                "what the others trained; restart all ranks from the last checkpoint"
+            )
+            self.fail(error)
+            raise error
 
     @classmethod
     def alone(cls) -> Exchange:

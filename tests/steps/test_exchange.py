@@ -114,4 +114,25 @@ def test_keys_that_all_ranks_have_read_are_deleted() -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert store.num_keys() <= 6
+    assert store.num_keys() <= 8
+
+
+def test_a_rank_that_restarts_alone_ends_the_job_on_all_ranks() -> None:
+    store = dist.HashStore()
+    results: list[Any] = [None, None]
+
+    def survivor() -> None:
+        exchange = Exchange(store, 0, 2, timeout=20.0)
+        exchange.broadcast(lambda: "batch 0", "it", 5.0)
+        try:
+            exchange.compare({"plan": "a"})
+        except RankFailure as error:
+            results[0] = str(error)
+
+    thread = threading.Thread(target=survivor)
+    thread.start()
+    assert Exchange(store, 1, 2, timeout=20.0).broadcast(str, "it", 20.0) == "batch 0"
+    with pytest.raises(RankFailure, match="rank 1 joined a second time: it was restarted alone"):
+        Exchange(store, 1, 2, timeout=20.0)
+    thread.join(20)
+    assert results[0] is not None and "restarted alone" in results[0]
