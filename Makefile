@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := megatron,demo,plot,test
+EXTRAS := megatron,demo,plot,ray,test
 INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 

@@ -8,6 +8,7 @@ Needs NumPy and pyarrow only. In a loop of reinforcement learning:
 """
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
+from megatron_dynbatch.rollouts.collector import RolloutCollector
 from megatron_dynbatch.rollouts.directory import RolloutDirectory
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import SampleIndex
@@ -23,6 +24,7 @@ __all__ = [
     "PER_TOKEN_FIELDS",
     "BatchState",
     "RolloutBatch",
+    "RolloutCollector",
     "RolloutDataError",
     "RolloutDirectory",
     "RolloutQueue",

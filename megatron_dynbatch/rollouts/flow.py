@@ -1,13 +1,18 @@
-"""How far training is, told to the rollout side, so that generation runs ahead only so far."""
+"""Training tells the rollout side how far it is and where its weights are.
+
+So generation runs ahead of training only as far as the user allows.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.source import RolloutSource
 
 PROGRESS_NOTE = "progress"
+WEIGHTS_NOTE = "weights"
 _POLL_SECONDS = 0.05
 
 
@@ -57,5 +62,56 @@ def wait_for_room(
                 f"training in {source} stands at batch {now}; batch {batch_id} may be generated "
                 f"only when it has come to batch {batch_id - max_ahead}, which it did not within "
                 f"{timeout:.0f} s: look at the trainer"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def publish_weights(source: RolloutSource, version: int, where: str) -> None:
+    """Says that weights are to be had.
+
+    Args:
+        source: The transport.
+        version: How many batches they were trained on.
+        where: A checkpoint directory, a file, or whatever else the generator understands.
+    """
+    source.publish(WEIGHTS_NOTE, json.dumps({"version": version, "where": where}))
+
+
+def published_weights(source: RolloutSource) -> tuple[int, str] | None:
+    """Version and place of the newest weights, or None.
+
+    Raises:
+        RolloutDataError: The note is from something else.
+    """
+    text = source.published(WEIGHTS_NOTE)
+    if text is None:
+        return None
+    try:
+        values = json.loads(text)
+        return int(values["version"]), str(values["where"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RolloutDataError(f"{source}: weights note {text!r} cannot be read") from error
+
+
+def wait_for_weights(
+    source: RolloutSource, at_least: int, *, timeout: float = 3600.0
+) -> tuple[int, str]:
+    """Back-pressure by age: returns when weights of a version ≥ `at_least` are there.
+
+    Before generating batch b with `at_least` = b − limit, it keeps the batch within the limit.
+
+    Raises:
+        NoRoom: They did not come in time.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        found = published_weights(source)
+        if found is not None and found[0] >= at_least:
+            return found
+        if time.monotonic() > deadline:
+            there = "none" if found is None else f"version {found[0]}"
+            raise NoRoom(
+                f"weights of version {at_least} or newer were not published in {source} within "
+                f"{timeout:.0f} s ({there} there): look at the trainer"
             )
         time.sleep(_POLL_SECONDS)

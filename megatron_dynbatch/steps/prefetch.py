@@ -6,8 +6,10 @@ own rows. Nothing is decided here: the ranks agree at the step boundary, as with
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,7 @@ from megatron_dynbatch.steps.step import Step
 
 _POLL_SECONDS = 0.02
 _PROGRESS_SECONDS = 10.0
+_LONGEST_CANCEL_SECONDS = 60.0
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Prefetch:
         self._thread = threading.Thread(
             target=self._run, args=(prepare,), daemon=True, name=f"rollout batch {batch_id}"
         )
+        _running.add(self)
         self._thread.start()
 
     @property
@@ -108,7 +112,7 @@ class Prefetch:
     def cancel(self) -> None:
         """End the thread soon; `result` must not be called any more."""
         self._cancelled.set()
-        self._thread.join(timeout=10 * _POLL_SECONDS)
+        self._thread.join(timeout=_LONGEST_CANCEL_SECONDS)
 
     def _run(self, prepare: Callable[[Prefetch], OpenBatch]) -> None:
         try:
@@ -116,3 +120,13 @@ class Prefetch:
         except BaseException as error:  # raised where the batch is asked for
             self._error = error
         self._done.set()
+
+
+_running: weakref.WeakSet[Prefetch] = weakref.WeakSet()
+
+
+@atexit.register
+def _cancel_all() -> None:
+    """A thread inside a call of the job's store when the interpreter ends would abort it."""
+    for prefetch in list(_running):
+        prefetch.cancel()

@@ -1,0 +1,101 @@
+"""GRPO in one program: rollouts are generated at the step boundary and never touch a disk.
+
+Every rank plays its share of the prompt groups with the weights as they are, the shares are
+gathered, and each rank puts the same batch in its queue. The task, the agent and the sampler are
+those of the demo (`examples.demo`): spelling words backward.
+
+    torchrun --nproc-per-node 2 -m megatron_dynbatch.run --cpu --module examples.grpo_sync \
+        --dynamic-global-batch --rollout-path queue:grpo --rollouts-per-step batch \
+        --micro-batch-width variable --max-tokens-per-gpu 256 --train-samples 2000 …
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.enums import ModelType
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from torch import Tensor
+
+import megatron_dynbatch
+from examples.demo.agent import Episode, group_advantages, play, to_samples
+from examples.demo.generator import Generator
+from examples.demo.task import VOCAB_SIZE, Spelling
+from examples.demo.weights import full_weights
+from examples.pretrain_gpt_sft import datasets_provider, model_provider
+from megatron_dynbatch import MicroBatch
+from megatron_dynbatch.losses import policy
+from megatron_dynbatch.rollouts import open_transport
+from megatron_dynbatch.steps import Cursor
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Options of the example."""
+    group = parser.add_argument_group("GRPO")
+    group.add_argument("--groups", type=int, default=8, help="prompt groups per batch")
+    group.add_argument("--word-seed", type=int, default=1)
+    return parser
+
+
+def make_rollouts(cursor: Cursor, model: Sequence[Any]) -> None:
+    """Generate the batch that training needs next; called on every rank."""
+    args = get_args()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    seed = (args.word_seed * 1_000_003 + cursor.batch_id) * size + rank
+    sampler = Generator(
+        full_weights(model), args.num_attention_heads, torch.Generator().manual_seed(seed)
+    )
+    first = cursor.batch_id * args.groups
+    words = Spelling(args.word_seed, size=100_000)
+    own = play(words, range(first + rank, first + args.groups, size), sampler, random.Random(seed))
+    shares: list[list[Episode]] = [[] for _ in range(size)]
+    dist.all_gather_object(shares, own)
+    episodes = [episode for share in shares for episode in share]
+    queue = open_transport(args.rollout_path, vocab_size=VOCAB_SIZE)
+    queue.write(to_samples(episodes, group_advantages(episodes)))
+    queue.delete_before(cursor.batch_id)  # trained; the queue keeps no more than it must
+
+
+def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    """Run the model on one micro-batch; it returns token losses, minus the log-probs."""
+    batch = megatron_dynbatch.get_batch(data_iterator)
+    output = model(
+        batch.tokens,
+        batch.position_ids,
+        None,
+        labels=batch.labels,
+        packed_seq_params=batch.packed_seq_params(),
+    )
+    return output, loss_function
+
+
+def loss_function(output: Tensor, *, microbatch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped policy loss; the plugin scales the sum that it returns."""
+    return policy(output, microbatch, clip_high=0.28)
+
+
+def main() -> None:
+    """Parse, register the policy seam, train."""
+    megatron_dynbatch.install()
+    args = parse_and_validate_args(
+        extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "NullTokenizer"}
+    )
+    megatron_dynbatch.on_batch_needed(make_rollouts)
+    pretrain(
+        pretrain_cfg_container_from_args(args),
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        model_provider,
+    )
+
+
+if __name__ == "__main__":
+    main()
