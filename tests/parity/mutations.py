@@ -29,7 +29,8 @@ RECIPE = Recipe(clip_grad=0.0, epsilon=1e-8, decay=30, weight_decay=0.05, end_we
 
 
 def put(module: Any, name: str, value: Any) -> None:
-    """Replace something by its mutation, in this process."""
+    """Replace something that is there by its mutation, in this process."""
+    assert hasattr(module, name)
     setattr(module, name, value)
 
 
@@ -101,11 +102,11 @@ def restart_at_zero(array: Any) -> Any:
 def change_plans(change: Callable[[Any], Any]) -> None:
     """Hand out plans that `change` has made wrong, unchecked."""
     from megatron_dynbatch.plan import Plan
-    from megatron_dynbatch.steps import feed
+    from megatron_dynbatch.steps import announce
 
-    right = feed.make_plan
+    right = announce.make_plan
     Plan.check = lambda self: None  # type: ignore[method-assign]
-    feed.make_plan = lambda *positional, **named: change(right(*positional, **named))
+    announce.make_plan = lambda *positional, **named: change(right(*positional, **named))
 
 
 def own_denominators(plan: Any) -> Any:

@@ -15,7 +15,7 @@ SPLITS = ("planner", "first-fit", "shuffled", "finest", "dummies")
 
 def split_by(kind: str) -> None:
     """Have the step feed of this process hand out plans that are split in another way."""
-    from megatron_dynbatch.steps import feed
+    from megatron_dynbatch.steps import announce
 
     if kind == "dummies":
         Plan.check = lambda self: None  # type: ignore[method-assign]  # forbids needless dummies
@@ -27,7 +27,8 @@ def split_by(kind: str) -> None:
         steps = tuple(_split(plan, step, kind) for step in plan.steps)
         return dataclasses.replace(plan, steps=steps)
 
-    feed.make_plan = make_and_split
+    assert announce.make_plan is make_plan
+    announce.make_plan = make_and_split
 
 
 def _split(plan: Plan, step: StepPlan, kind: str) -> StepPlan:
