@@ -50,7 +50,8 @@ class Exchange:
         if self._store.add(f"joined/{rank}", 1) > 1:
             error = RankFailure(
                 f"rank {rank} joined a second time: it was restarted alone, and knows nothing of "
-                "what the others trained; restart all ranks from the last checkpoint"
+                "what the others trained; restart all ranks from the last checkpoint (or two "
+                f"exchanges of this job have the name {name!r}: give each its own)"
             )
             self.fail(error)
             raise error
