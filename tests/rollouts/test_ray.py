@@ -21,7 +21,7 @@ from tests.rollouts.helpers import assert_same_samples, random_samples
 
 ray = pytest.importorskip("ray")
 
-from megatron_dynbatch.rollouts.ray_transport import RayRollouts  # noqa: E402
+from megatron_dynbatch.rollouts.ray_transport import RayRollouts, encode_batch  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,24 +94,20 @@ def test_a_rank_fetches_its_own_part_only(name: str) -> None:
     samples = random_samples(320, seed=4)
     write_planned(rollouts, samples)
     plan = Plan.from_json((rollouts.plan_json(0) or "").partition("\n")[2])
-    sizes = []
+    reader, largest = RayRollouts(name), 0
     for rows in rows_by_rank(plan):
-        reader = RayRollouts(name)
-        reader.read(0, rows)
-        alone = RayRollouts(f"{name}-{len(sizes)}")
-        alone.write([samples[row] for row in rows], parts=[list(range(len(rows)))])
-        alone.read(0, list(range(len(rows))))
-        assert reader.bytes_fetched <= 1.1 * alone.bytes_fetched
-        sizes.append(reader.bytes_fetched)
-        first_stage = RayRollouts(name)
-        first_stage.read(0, rows, fields=())
-        assert first_stage.bytes_fetched < 0.5 * reader.bytes_fetched
-        ray.kill(alone._hub)
-        if len(sizes) == 4:  # actors are processes, and slow to start
-            break
-    whole = RayRollouts(name)
-    whole.read(0, range(320))
-    assert max(sizes) < whole.bytes_fetched / 16
+        own = encode_batch([samples[row] for row in rows], None, [range(len(rows))]).parts[0]
+        tokens, optional = (half.nbytes for half in own)
+        before = reader.bytes_fetched
+        assert_same_samples(reader.read(0, rows), [samples[row] for row in rows])
+        fetched = reader.bytes_fetched - before
+        assert fetched <= 1.1 * (tokens + optional)
+        reader.read(0, rows, fields=())  # a rank before the last pipeline stage
+        assert reader.bytes_fetched - before - fetched <= 1.1 * tokens
+        largest = max(largest, fetched)
+    before = reader.bytes_fetched
+    reader.read(0, range(320))
+    assert largest < (reader.bytes_fetched - before) / 16
 
 
 def test_an_actor_with_a_journal_comes_back_with_all_batches(name: str, tmp_path: Path) -> None:
@@ -151,6 +147,23 @@ def test_an_actor_killed_while_batches_are_written_loses_and_doubles_none(
     assert rollouts.finish() == 40
     found = [int(rollouts.read(b, [0])[0].tokens[0]) for b in range(40)]
     assert found == list(range(40))
+
+
+def test_training_goes_on_over_a_killed_actor(name: str, tmp_path: Path) -> None:
+    """Each rollout is trained once, though the actor dies before every second step."""
+    rollouts: Any = open_transport(f"ray:///{name}?journal={tmp_path / 'journal'}")
+    for batch in range(4):
+        rollouts.write([Sample([10 * batch + n, 7], 1) for n in range(4)])
+    rollouts.finish()
+    options = PlanOptions(max_tokens_per_gpu=12, rollouts_per_step=3, leftover="carry")
+    steps = StepFeed(rollouts, ParallelLayout(), options)
+    seen: list[int] = []
+    while (step := steps.open_step()) is not None:
+        seen += [int(step.samples[row].tokens[0]) for row in step.step_plan.samples]
+        steps.finish_step()
+        if len(seen) % 2:
+            kill(rollouts)
+    assert seen == [10 * batch + n for batch in range(4) for n in range(4)]
 
 
 def test_an_actor_without_a_journal_refuses_to_go_on(name: str) -> None:
