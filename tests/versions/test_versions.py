@@ -43,10 +43,11 @@ def root_of(version: str) -> Path:
 
 def run_cells(root: Path, *arguments: str) -> dict[str, Any]:
     """All cells in a process of its own, which meets no other Megatron."""
+    path = [str(root), str(ROOT), os.environ.get("PYTHONPATH", "")]
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.versions", *arguments, *CELLS],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(ROOT)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         capture_output=True,
         text=True,
     )
