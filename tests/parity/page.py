@@ -53,7 +53,8 @@ loss head (`logits` 2-tuple in float64; `megatron` 2-tuple and `stock` 3-tuple o
 cross entropy); per-token loss; distributed optimizer; overlapped gradient reduction; width; empty
 rollouts counted or skipped. Steps of 8, 1 and 12 rollouts: the second has fewer samples than ranks.
 Bars: 1e-9 for `logits`, 1e-6 for the other heads, 1e-5 with the distributed optimizer, which
-trains in float32.
+trains in float32. A blank: no rank has whole gradients (distributed optimizer), or parameters are
+gathered only by the next forward pass (overlapped).
 """,
     "paths": """\
 ## Megatron's other paths
