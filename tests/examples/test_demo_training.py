@@ -40,7 +40,7 @@ def vars_of(report: object) -> dict[str, float]:
     return {
         name: value
         for name, value in values.items()
-        if isinstance(value, (int, float)) and name != "step_time"
+        if isinstance(value, (int, float)) and name not in ("step_time", "wait_time")
     }
 
 
