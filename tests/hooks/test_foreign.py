@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import megatron_dynbatch
+from tests.hooks import toy_plugin
+from tests.hooks.toy_plugin import TRAINING
 from tests.parity.job import NOTES, Cell, run_cell
 from tests.parity.reference import Recipe
 from tests.parity.rollouts import batch_flags
-from tests.versions import toy_plugin
-from tests.versions.toy_plugin import TRAINING
 
 SITES = ("train", "train_step", "training_log")
 SEAMS = ("get_forward_backward_func", "build_train_valid_test_data_iterators")
@@ -100,13 +100,13 @@ RIGHT: dict[str, tuple[tuple[Callable[[], Any], ...], set[str]]] = {
 WRONG: dict[str, tuple[tuple[Callable[[], Any], ...], str]] = {
     "replaced before": (
         (partial(toy_plugin.replace, "train_step"), install),
-        r"training\.train_step was replaced by tests\.versions\.toy_plugin\.replace.*"
+        r"training\.train_step was replaced by tests\.hooks\.toy_plugin\.replace.*"
         r"toy_plugin\.py:\d+\), which does not call the original",
     ),
     "replaced after": (
         (install, partial(toy_plugin.replace, "train_step")),
         r"hooks were lost after megatron_dynbatch\.install\(\):\s+megatron\.training\.training\."
-        r"train_step was replaced by tests\.versions\.toy_plugin\.replace",
+        r"train_step was replaced by tests\.hooks\.toy_plugin\.replace",
     ),
     "reloaded after": (
         (install, reload_training),
