@@ -84,7 +84,7 @@ def test_shuffled_advantages_teach_nothing_and_are_reported(tmp_path: Path) -> N
     run = warmed_up(tmp_path / "seed", settings)
     train_policy(run)
     episodes = read_json_lines(run.episodes_file)
-    rows = step_rows(run.reports(), episodes, LAYOUTS["dp2"], settings.plan_options)
+    rows = step_rows(run.reports(), episodes)
     before, after = rise(rows)
     assert after - before < 0.1
     assert np.isfinite([row["loss"] for row in rows]).all()
