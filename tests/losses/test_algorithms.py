@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_dynbatch import losses
 from megatron_dynbatch.layout import MicroBatch, build_micro_batch
-from megatron_dynbatch.losses.policy import SEQUENCE_SURROGATES
+from megatron_dynbatch.losses.surrogates import SEQUENCE_SURROGATES
 from megatron_dynbatch.plan import ParallelLayout, Plan
 from megatron_dynbatch.rollouts import Sample
 from tests.layout.helpers import plan_of

@@ -9,7 +9,7 @@ import torch
 from megatron_dynbatch.layout import build_micro_batch
 from megatron_dynbatch.losses import policy, sft
 from megatron_dynbatch.losses.kl import kl_to_reference
-from megatron_dynbatch.losses.policy import policy_terms
+from megatron_dynbatch.losses.surrogates import policy_terms
 from megatron_dynbatch.rollouts import Sample
 from tests.layout.helpers import plan_of
 
