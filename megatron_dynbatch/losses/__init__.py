@@ -1,5 +1,6 @@
 """Losses as functions of model output and micro-batch, and what is handed to Megatron."""
 
+from megatron_dynbatch.logprob import vocab_parallel_logprob_entropy
 from megatron_dynbatch.losses.algorithms import (
     cispo,
     dapo,
@@ -11,7 +12,6 @@ from megatron_dynbatch.losses.algorithms import (
     reinforce,
 )
 from megatron_dynbatch.losses.kl import kl_to_reference
-from megatron_dynbatch.losses.logprob import vocab_parallel_logprob_entropy
 from megatron_dynbatch.losses.on_policy import old_log_probs_source
 from megatron_dynbatch.losses.policy import PolicyOptions, policy
 from megatron_dynbatch.losses.scaling import megatron_loss

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dynbatch.layout import MicroBatch
+from megatron_dynbatch.logprob import EntropyMode
 from megatron_dynbatch.losses.importance import (
     ImportanceMode,
     importance_weights,
     off_policy_mask,
 )
 from megatron_dynbatch.losses.kl import MAX_LOG_RATIO, KlEstimator, kl_to_reference
-from megatron_dynbatch.losses.logprob import EntropyMode
 from megatron_dynbatch.losses.on_policy import OldLogProbs
 from megatron_dynbatch.losses.sequence import sequence_means
 from megatron_dynbatch.losses.sft import token_log_probs

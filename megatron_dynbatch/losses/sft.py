@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dynbatch.layout import MicroBatch
-from megatron_dynbatch.losses.logprob import EntropyMode, vocab_parallel_logprob_entropy
+from megatron_dynbatch.logprob import EntropyMode, vocab_parallel_logprob_entropy
 
 
 def token_log_probs(

@@ -1,0 +1,5 @@
+"""Log-probability and entropy of tokens from logits, with the vocabulary split over TP."""
+
+from megatron_dynbatch.logprob.function import EntropyMode, vocab_parallel_logprob_entropy
+
+__all__ = ["EntropyMode", "vocab_parallel_logprob_entropy"]
