@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dynbatch.reduce import kernels, policy_reference, reference
+from megatron_dynbatch.reduce import host_sums, kernels, policy_reference, reference
 from megatron_dynbatch.reduce.exact import combine, to_limbs
+from megatron_dynbatch.reduce.host_sums import Stretches
 
 LIBRARY = torch.library.Library("megatron_dynbatch", "DEF")
 
@@ -57,6 +58,8 @@ def _token_weights(
 def _segment_sums(
     x: Tensor, w: Tensor, pieces: Tensor, samples: Tensor | None, num_samples: int
 ) -> tuple[Tensor, Tensor]:
+    if x.device.type == "cpu":
+        return host_sums.segment_sums(x, w, Stretches.of(pieces.numpy(), len(w)), num_samples)
     return reference.segment_sums(x, w, _samples(samples), num_samples)
 
 
@@ -68,6 +71,9 @@ def _segment_sums_backward(
     samples: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
+    if w.device.type == "cpu":
+        stretches = Stretches.of(pieces.numpy(), len(w))
+        return host_sums.segment_sums_backward(grad_total, grad_samples, w, stretches, dtype)
     return reference.segment_sums_backward(grad_total, grad_samples, w, _samples(samples), dtype)
 
 
@@ -182,18 +188,59 @@ def _(
 OPS = torch.ops.megatron_dynbatch
 
 
-class _WeightedSums(torch.autograd.Function):
+def eager_on_host(x: Tensor) -> bool:
+    """Whether a call goes from autograd straight to the torch implementation on the host.
+
+    The dispatcher between them is a third of the time of a small call; it is passed by where
+    nothing watches operators (a compiler, a dispatch mode, a tensor subclass).
+    """
+    return (
+        x.device.type == "cpu"
+        and type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+class WeightedSums(torch.autograd.Function):
+    """Autograd of weighted_sums; `direct`: without operators in between (see `eager_on_host`)."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, direct: bool = False) -> Tensor:
         ctx.save_for_backward(w)
-        ctx.dtype = x.dtype
+        ctx.dtype, ctx.direct = x.dtype, direct
+        if direct:
+            return reference.weighted_sums(x, w)
         with torch._C._AutoDispatchBelowAutograd():
             return OPS.weighted_sums.default(x, w)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (w,) = ctx.saved_tensors
-        return OPS.weighted_sums_backward.default(grads[0], w, ctx.dtype), None
+        if ctx.direct:
+            return reference.weighted_sums_backward(grads[0], w, ctx.dtype), None, None
+        return OPS.weighted_sums_backward.default(grads[0], w, ctx.dtype), None, None
+
+
+class SegmentSumsOnHost(torch.autograd.Function):
+    """segment_sums and its gradient without operators in between (see `eager_on_host`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, stretches: Stretches, num_samples: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(w)
+        ctx.set_materialize_grads(False)
+        ctx.dtype, ctx.stretches = x.dtype, stretches
+        return host_sums.segment_sums(x, w, stretches, num_samples)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        (w,) = ctx.saved_tensors
+        if grads[0] is None and grads[1] is None:
+            return None, None, None, None
+        dx = host_sums.segment_sums_backward(grads[0], grads[1], w, ctx.stretches, ctx.dtype)
+        return dx, None, None, None
 
 
 class _SegmentSums(torch.autograd.Function):
@@ -242,5 +289,5 @@ class _PolicyLoss(torch.autograd.Function):
 
 
 LIBRARY.impl("policy_loss", _PolicyLoss.apply, "Autograd")
-LIBRARY.impl("weighted_sums", _WeightedSums.apply, "Autograd")
+LIBRARY.impl("weighted_sums", WeightedSums.apply, "Autograd")
 LIBRARY.impl("segment_sums", _SegmentSums.apply, "Autograd")

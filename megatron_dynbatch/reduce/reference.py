@@ -16,9 +16,9 @@ def selected(x: Tensor, w: Tensor) -> Tensor:
     return torch.where(w != 0, x, 0.0)
 
 
-def _all_finite(sums: Tensor) -> bool:
-    """Whether no term was NaN or infinite. On the host only: elsewhere looking would wait."""
-    return sums.device.type == "cpu" and math.isfinite(sum(sums.tolist()))
+def all_finite(values: Tensor) -> bool:
+    """Whether no term of these [K] sums was NaN or infinite; False off the host: it would wait."""
+    return values.device.type == "cpu" and math.isfinite(sum(values.tolist()))
 
 
 def weighted_sums(x: Tensor, w: Tensor) -> Tensor:
@@ -26,14 +26,15 @@ def weighted_sums(x: Tensor, w: Tensor) -> Tensor:
     if x.device.type == "cpu":
         # Selecting costs more than the sum; it matters only where a masked value is not finite.
         sums = x.to(torch.float64) @ w
-        if _all_finite(sums):
+        if all_finite(sums):
             return sums
     return selected(x, w).to(torch.float64) @ w
 
 
 def weighted_sums_backward(grad: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
     """dx[k, t] = grad[k]·w[t], [K, T] in `dtype`."""
-    return torch.outer(grad, w).to(dtype)
+    dx = torch.outer(grad, w)
+    return (dx if all_finite(grad) else selected(dx, w)).to(dtype)
 
 
 def token_weights(masks: Tensor, denoms: Tensor, sources: Tensor, samples: Tensor) -> Tensor:
@@ -53,17 +54,10 @@ def segment_sums(x: Tensor, w: Tensor, samples: Tensor, num_samples: int) -> tup
     """Σ_t w[t]·x[k, t] over all samples, float64 [K], and over each one, float64 [K, B].
 
     Args:
-        samples: int64 [T] sample of each position, B where there is none (w is 0 there).
+        samples: int64 [T] sample of each position, B where there is none.
     """
     # float32 · float64 is float64, product by product.
-    if x.device.type == "cpu":
-        total, per_sample = _segment_sums_of(x * w, samples, num_samples)
-        if _all_finite(total):
-            return total, per_sample
-    return _segment_sums_of(selected(x, w) * w, samples, num_samples)
-
-
-def _segment_sums_of(terms: Tensor, samples: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
+    terms = selected(x, w) * w
     sums = terms.new_zeros(terms.shape[0], num_samples + 1).index_add_(1, samples, terms)
     per_sample = torch.narrow_copy(sums, 1, 0, num_samples)
     return per_sample.sum(1), per_sample
@@ -74,4 +68,4 @@ def segment_sums_backward(
 ) -> Tensor:
     """dx[k, t] = (grad_total[k] + grad_samples[k, sample of t])·w[t], [K, T] in `dtype`."""
     by_sample = torch.nn.functional.pad(grad_total[:, None] + grad_samples, (0, 1))
-    return (by_sample.index_select(1, samples) * w).to(dtype)
+    return selected(by_sample.index_select(1, samples) * w, w).to(dtype)

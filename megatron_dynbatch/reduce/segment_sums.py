@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_dynbatch.reduce.checks import Accumulate, check_accumulate, check_values
-from megatron_dynbatch.reduce.ops import OPS
+from megatron_dynbatch.reduce.ops import OPS, SegmentSumsOnHost, eager_on_host
 from megatron_dynbatch.reduce.segment_table import SegmentTable
 
 
@@ -89,6 +89,8 @@ def segment_sums(
         )
     if x.dtype == torch.float16:
         x = x.float()  # exact, and the kernels have no float16
+    if accumulate == "float64" and eager_on_host(x):
+        return SegmentSumsOnHost.apply(x, w, table.stretches, table.num_samples)
     index = table.on(x.device)
     if accumulate == "exact":
         op, x = OPS.exact_segment_sums.default, x.detach()

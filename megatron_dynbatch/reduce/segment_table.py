@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dynbatch.reduce import kernels
+from megatron_dynbatch.reduce.host_sums import Stretches
 from megatron_dynbatch.reduce.ragged import Int64, ragged_arange, starts_of
 
 Layout = Literal["pack", "response"]
@@ -95,6 +96,11 @@ class SegmentTable:
         tiles = -(-lengths // kernels.TILE)
         rows = [self.x_offsets.ravel(), self.mask_offsets.ravel(), lengths, starts_of(tiles)]
         return np.stack(rows).astype(np.int32)
+
+    @cached_property
+    def stretches(self) -> Stretches:
+        """The same for sums on the host."""
+        return Stretches.of(self.pieces, self.num_tokens)
 
     def on(self, device: torch.device) -> DeviceSegments:
         """The table on a device, copied once; a GPU is not made to wait.

@@ -7,7 +7,7 @@ whose weight is 0 is selected away, so NaN or Inf there changes neither the sum 
 from torch import Tensor
 
 from megatron_dynbatch.reduce.checks import Accumulate, check_accumulate, check_values
-from megatron_dynbatch.reduce.ops import OPS
+from megatron_dynbatch.reduce.ops import OPS, WeightedSums, eager_on_host
 
 
 def weighted_sums(x: Tensor, w: Tensor, *, accumulate: Accumulate = "float64") -> Tensor:
@@ -29,6 +29,8 @@ def weighted_sums(x: Tensor, w: Tensor, *, accumulate: Accumulate = "float64") -
     check_accumulate(accumulate)
     if accumulate == "exact":
         return OPS.exact_sums.default(x.detach(), w)
+    if eager_on_host(x):
+        return WeightedSums.apply(x, w, True)
     return OPS.weighted_sums.default(x, w)
 
 

@@ -44,13 +44,21 @@ def run_everything(masks, denoms, table, x):
         "exact_segment_sums": (x, w, index.pieces, index.samples, count),
     }.items():
         both[name] = getattr(kernels, name)(*arguments), ops._TORCH[name](*arguments)
+    # On a device without kernels the definition itself runs, on the host a faster form of it.
+    for name, host in (("segment_sums", True), ("segment_sums_backward", False)):
+        arguments = (x, w) if host else (grad, per_sample, w)
+        rest = (count,) if host else (x.dtype,)
+        defined = getattr(reference, name)(*arguments, index.samples, *rest)
+        both[f"{name} as defined"] = both[name][0], defined
     return both
 
 
 def assert_equal(both):
     for name, (got, expected) in both.items():
         for a, b in zip(_tuple(got), _tuple(expected), strict=True):
-            if name in ("weighted_sums", "segment_sums"):  # another order of the same float64 sum
+            if (
+                "sums" in name and "back" not in name and "exact" not in name
+            ):  # another order of the same float64 sum
                 torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13, msg=name)
             else:
                 assert torch.equal(a, b), name
@@ -134,6 +142,23 @@ def test_nan_at_masked_positions_and_infinite_gradients_stay_out(emulator):
     grad = torch.tensor([float("inf")], dtype=torch.float64)
     dx = kernels.weighted_sums_backward(grad, w, torch.float32)
     assert dx.tolist() == [[float("inf"), 0.0, -float("inf"), 0.0]]
+
+
+def test_infinite_gradients_stay_out_of_masked_tokens_in_every_implementation(emulator):
+    table = segment_table([3, 5], [2, 3])
+    index = table.on(CPU)
+    w = torch.zeros(8, dtype=torch.float64)
+    w[table.positions[1:]] = 1.0
+    grad, per_sample = (
+        torch.zeros(1, dtype=torch.float64),
+        torch.full((1, 2), float("inf")).double(),
+    )
+    right = torch.where(w != 0, float("inf"), 0.0)[None].float()
+    arguments = (grad, per_sample, w, index.pieces, index.samples, torch.float32)
+    assert torch.equal(kernels.segment_sums_backward(*arguments), right)
+    assert torch.equal(ops._TORCH["segment_sums_backward"](*arguments), right)
+    defined = reference.segment_sums_backward(grad, per_sample, w, index.samples, torch.float32)
+    assert torch.equal(defined, right)
 
 
 def test_bfloat16_rounds_as_torch_does(emulator):
