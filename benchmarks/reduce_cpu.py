@@ -1,6 +1,6 @@
 """Reductions on one CPU thread, forward and backward: loop, index_add, x @ w and ours, in one run.
 
-    python benchmarks/reduce_cpu.py [--quick]
+    python -m benchmarks.reduce_cpu [--quick] [--out FILE]
 
 The contenders take turns, so that a busy machine slows all of them alike; the table shows the
 fastest of each one's runs, and ratios to plain `x @ w`. Launches of the kernels are counted through
@@ -8,8 +8,10 @@ the function that launches them, calls of the torch implementation through a dis
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -81,6 +83,23 @@ class Case:
 
 
 NAMES = ("plain", "ours", "ours_per_sample", "index_add", "index_add_safe", "loop")
+TITLES = {
+    "ours": "ours",
+    "ours_per_sample": "ours, per sample",
+    "index_add": "index_add",
+    "index_add_safe": "index_add, NaN-safe float64",
+    "loop": "loop",
+}
+HEAD = [
+    "# Reductions on a CPU",
+    "",
+    "Written by `python -m benchmarks.reduce_cpu --out benchmarks/results/cpu.md`: one thread of "
+    f"a machine with {os.cpu_count()} cores and no GPU, torch {torch.__version__}. Forward and "
+    "backward, the fastest of each one's runs, taken in turns; columns after x @ w are ratios to "
+    "it. x @ w and index_add run in float32 and let NaN through, ours and the other index_add "
+    "accumulate in float64 and select masked positions away.",
+    "",
+]
 
 
 def measure(case: Case, rounds: int) -> dict[str, float]:
@@ -138,8 +157,8 @@ def launches(case: Case) -> dict[str, int]:
     return result
 
 
-def print_counts(case: Case) -> None:
-    """Launches of the kernels and calls of the torch implementation."""
+def counts(case: Case) -> list[str]:
+    """Rows: launches of the kernels and calls of the torch implementation."""
     x, w, stretches = case.x.detach(), case.w, case.table.stretches
     grad, per_sample = w.new_ones(len(x)), w.new_ones(len(x), case.table.num_samples)
     calls = {
@@ -152,37 +171,44 @@ def print_counts(case: Case) -> None:
             host_sums.segment_sums_backward, grad, per_sample, w, stretches, x.dtype
         ),
     }
-    print("\n| operator | kernel launches | torch calls of the reference |\n|---|---|---|")
-    for name, count in launches(case).items():
-        print(f"| {name} | {count} | {calls[name]} |")
+    rows = ["| operator | kernel launches | torch calls on the host |", "|---|---|---|"]
+    return rows + [
+        f"| {name} | {count} | {calls[name]} |" for name, count in launches(case).items()
+    ]
 
 
 def main() -> None:
     """Prints the tables and the bar."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the shape of the bar only")
-    quick = parser.parse_args().quick
+    parser.add_argument("--out", type=Path, help="write the tables there too")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     shapes = [(b, t, k) for t in TOKENS for b in SAMPLES for k in VALUES]
-    print("| B | T | K | x @ w, µs | ours | ours, per sample | index_add | loop |")
-    print("|---|---|---|---|---|---|---|---|")
-    for shape in [BAR_SHAPE] if quick else shapes:
+    lines = ["| B | T | K | x @ w, µs | " + " | ".join(TITLES[name] for name in NAMES[1:]) + " |"]
+    lines.append("|" + "---|" * (len(NAMES) + 3))
+    print("\n".join(lines))
+    for shape in [BAR_SHAPE] if options.quick else shapes:
         rounds = max(20, 3_000_000 // (shape[1] * shape[2]))
         case = Case(*shape)
         best = measure(case, rounds)
         ratios = [f"{best[name] / best['plain']:.1f}×" for name in NAMES[1:]]
         cells = [*map(str, shape), f"{best['plain'] * 1e6:.0f}", *ratios]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
         if shape == BAR_SHAPE:
             bar = (
-                f"bar at B={shape[0]}, T={shape[1]}, K={shape[2]}: "
+                f"Bar at B={shape[0]}, T={shape[1]}, K={shape[2]}: "
                 f"{best['ours'] / best['plain']:.2f} × x @ w (at most 4), "
                 f"{best['loop'] / best['ours']:.0f} × faster than the loop (at least 250), "
-                f"{best['index_add'] / best['ours']:.2f} × index_add's speed (at least 1)"
+                f"{best['index_add'] / best['ours']:.2f} × index_add's speed (at least 1)."
             )
-            counted = case
-    print(f"\n{bar}")
-    print_counts(counted)
+            counted = counts(case)
+    rest = ["", bar, "", *counted]
+    print("\n".join(rest))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("\n".join([*HEAD, *lines, *rest]) + "\n")
 
 
 if __name__ == "__main__":

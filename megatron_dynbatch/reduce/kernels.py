@@ -62,7 +62,9 @@ def launch(name: str, grid: tuple[int, int], arguments: Sequence[Argument]) -> N
     device = next(a for a in arguments if isinstance(a, Tensor)).device
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
-        loader.load(device.index).kernel(name).launch(grid, arguments, stream)
+        kernel = loader.load(device.index).kernel(name)
+        loader.make_context_current(device.index)
+        kernel.launch(grid, arguments, stream)
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}

@@ -8,6 +8,7 @@ is needed without a GPU.
 import ctypes
 import os
 import struct
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -70,11 +71,32 @@ class Kernel:
             self._packers[kinds] = _Packer.of(kinds)
         packer = self._packers[kinds]
         packer.pack(values)
-        _check(
-            driver.cuLaunchKernel(
-                self.function, *grid, 1, BLOCK, 1, 1, 0, stream, packer.pointers_address, 0
-            )
+        (error,) = driver.cuLaunchKernel(
+            self.function, *grid, 1, BLOCK, 1, 1, 0, stream, packer.pointers_address, 0
         )
+        if error != driver.CUresult.CUDA_SUCCESS:
+            where = f"at launch of {self.name} on {grid} blocks"
+            raise KernelError(f"CUDA driver: {error.name} {where}")
+
+
+_thread = threading.local()
+
+
+def make_context_current(device_index: int) -> None:
+    """Makes sure that this thread can launch: call it with that device selected.
+
+    A thread of autograd's that runs the backward pass on the first device has no context until it
+    calls the runtime, and the driver then refuses a launch.
+    """
+    if getattr(_thread, "has_context", False):
+        return
+    from cuda.bindings import driver
+
+    if not int(_check(driver.cuCtxGetCurrent())):
+        device = _check(driver.cuDeviceGet(device_index))
+        # Torch retains it for the whole process, so this second hold is never released.
+        _check(driver.cuCtxSetCurrent(_check(driver.cuDevicePrimaryCtxRetain(device))))
+    _thread.has_context = True
 
 
 def _code(argument: Argument) -> Any:

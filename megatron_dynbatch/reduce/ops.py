@@ -195,7 +195,7 @@ def eager_on_host(x: Tensor) -> bool:
     nothing watches operators (a compiler, a dispatch mode, a tensor subclass).
     """
     return (
-        x.device.type == "cpu"
+        x.is_cpu
         and type(x) is Tensor
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0

@@ -17,13 +17,13 @@ def selected(x: Tensor, w: Tensor) -> Tensor:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no term of these [K] sums was NaN or infinite; False off the host: it would wait."""
-    return values.device.type == "cpu" and math.isfinite(sum(values.tolist()))
+    """Whether no term of these [K] sums was NaN or infinite; on the host, elsewhere it waits."""
+    return math.isfinite(sum(values.tolist()))
 
 
 def weighted_sums(x: Tensor, w: Tensor) -> Tensor:
     """out[k] = Σ_t w[t]·x[k, t], float64 [K]."""
-    if x.device.type == "cpu":
+    if x.is_cpu:
         # Selecting costs more than the sum; it matters only where a masked value is not finite.
         sums = x.to(torch.float64) @ w
         if all_finite(sums):
@@ -32,9 +32,11 @@ def weighted_sums(x: Tensor, w: Tensor) -> Tensor:
 
 
 def weighted_sums_backward(grad: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
-    """dx[k, t] = grad[k]·w[t], [K, T] in `dtype`."""
+    """dx[k, t] = grad[k]·w[t], [K, T] in `dtype`; 0 where w is, even if grad is infinite."""
     dx = torch.outer(grad, w)
-    return (dx if all_finite(grad) else selected(dx, w)).to(dtype)
+    if not (grad.is_cpu and all_finite(grad)):
+        dx = selected(dx, w)
+    return dx.to(dtype)
 
 
 def token_weights(masks: Tensor, denoms: Tensor, sources: Tensor, samples: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from megatron_dynbatch.reduce import build, kernels, loader
 from tests.reduce.emulator import emulator as emulation
 
 PROGRAM = """
+import threading
 import torch
 from cuda.bindings import driver
 from megatron_dynbatch.reduce import kernels, loader
@@ -28,6 +29,22 @@ from megatron_dynbatch.reduce import PolicyFormula, policy_reference
 loader.BLOCK, kernels.TILE = BLOCK, 4 * BLOCK
 module = loader.Module(loader._check(driver.cuModuleLoadData(b"cubin")), "stand-in")
 kernels.launch = lambda name, grid, arguments: module.kernel(name).launch(grid, arguments, 0)
+refused = []
+def launch_from_a_thread(prepare):
+    if prepare:
+        loader.make_context_current(0)
+    try:
+        kernels.weighted_sums(torch.ones(1, 4), torch.ones(4, dtype=torch.float64))
+    except loader.KernelError as error:
+        refused.append(str(error))
+for prepare in (False, True):
+    thread = threading.Thread(target=launch_from_a_thread, args=[prepare])
+    thread.start()
+    thread.join()
+message = "CUDA driver: CUDA_ERROR_INVALID_CONTEXT at launch of "
+message += "segment_sums_float32_1 on (1, 1) blocks"
+assert refused == [message], refused
+loader.make_context_current(0)
 assert_equal(run_everything(*random_batch(5, 2, 1, 3)))
 x, w = inputs(torch.float32)
 arguments = (x["logp"], x["old"], x["advantages"], w, x["ref"], None, x["entropy"])
@@ -47,7 +64,7 @@ def test_launches_through_the_driver(tmp_path):
         pytest.skip("g++ is not installed")
     if torch.cuda.is_available():
         pytest.skip("the real driver is in use")
-    emulation.Emulator(tmp_path, only="float32(_8)?,|token_weights_uint8|policy", as_driver=True)
+    emulation.Emulator(tmp_path, only="float32(_[18])?,|token_weights_uint8|policy", as_driver=True)
     root = Path(__file__).parents[2]
     path = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     result = subprocess.run(

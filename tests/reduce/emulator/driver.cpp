@@ -7,7 +7,7 @@
 extern "C" int emulate(const char* name, unsigned grid_x, unsigned grid_y, void** arguments,
                        unsigned seed, int order);
 
-enum Result { kSuccess = 0, kInvalidValue = 1, kNotFound = 500, kNotSupported = 801 };
+enum Result { kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201, kNotFound = 500, kNotSupported = 801 };
 
 extern "C" {
 
@@ -15,6 +15,29 @@ int cuInit(unsigned) { return kSuccess; }
 
 int cuDriverGetVersion(int* version) {
     *version = 13000;
+    return kSuccess;
+}
+
+// Contexts of threads, as the driver keeps them: none until one is set.
+static thread_local void* current_context;
+
+int cuCtxGetCurrent(void** context) {
+    *context = current_context;
+    return kSuccess;
+}
+
+int cuDeviceGet(int* device, int number) {
+    *device = number;
+    return kSuccess;
+}
+
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+    *context = reinterpret_cast<void*>(static_cast<std::uintptr_t>(device) + 1);
+    return kSuccess;
+}
+
+int cuCtxSetCurrent(void* context) {
+    current_context = context;
     return kSuccess;
 }
 
@@ -34,6 +57,7 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
     const bool as_expected = grid_z == 1 && block_x == DYNBATCH_BLOCK && block_y == 1 &&
                              block_z == 1 && shared_bytes == 0 && extra == nullptr;
     if (!as_expected) return kInvalidValue;
+    if (current_context == nullptr) return kInvalidContext;
     return emulate(static_cast<const char*>(function), grid_x, grid_y, arguments, 0, 0);
 }
 
