@@ -80,6 +80,11 @@ def _arrival_counters(device: torch.device, count: int) -> Tensor:
     return _counters[key]
 
 
+def _tile_grid(num_tokens: int, num_pieces: int, rows: int) -> tuple[int, int]:
+    """Blocks for Σ ⌈length / tile⌉ over pieces, which is at most this, whatever the lengths."""
+    return num_tokens // TILE + max(num_pieces, 1), rows
+
+
 def _reduce(
     x: Tensor, w: Tensor, pieces: Tensor | None, num_samples: int, exact: bool
 ) -> tuple[Tensor, Tensor]:
@@ -92,8 +97,7 @@ def _reduce(
     if num_values == 0:
         return total, per_sample
     count = 1 if pieces is None else pieces.shape[1]
-    # Σ ⌈length / tile⌉ over pieces is at most this, whatever the lengths.
-    grid = (num_tokens // TILE + max(count, 1), -(-num_values // width))
+    grid = _tile_grid(num_tokens, count, -(-num_values // width))
     tiles = w.new_empty((grid[1], grid[0], width, *words), dtype=dtype)
     kind = DTYPES[x.dtype]
     name = f"exact_sums_{kind}" if exact else f"segment_sums_{kind}_{width}"
@@ -147,7 +151,7 @@ def _spread(
     arguments += [pieces, 0 if pieces is None else pieces.shape[1], num_samples]
     launch(
         f"segment_sums_backward_{DTYPES[dtype]}",
-        (-(-num_tokens // loader.BLOCK), 1),
+        (-(-num_tokens // TILE), 1),
         [*arguments, num_tokens, num_values, dx],
     )
     return dx
@@ -189,7 +193,7 @@ def token_weights(
     kind = "uint8" if masks.dtype == torch.uint8 else "float32"
     launch(
         f"token_weights_{kind}",
-        (-(-num_tokens // loader.BLOCK), 1),
+        (-(-num_tokens // TILE), 1),
         [masks, denoms, pieces, pieces.shape[1], denoms.shape[0], num_tokens, w],
     )
     return w
@@ -203,18 +207,22 @@ def policy_loss(
     ref: Tensor | None,
     rollout: Tensor | None,
     entropy: Tensor | None,
-    *scalars: float,
-) -> tuple[Tensor, Tensor]:
-    """See `policy_reference.policy_loss`; all per-token tensors but w are float32."""
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `ops.policy_loss`; all per-token tensors but w are float32."""
+    *scalars, pieces, _, num_samples = rest
     num_tokens = logp.shape[0]
-    sums = w.new_empty(len(METRICS))
-    slope = torch.empty_like(logp)
-    grid = (num_tokens // TILE + 1, 1)
+    sums, per_sample = w.new_empty(len(METRICS)), w.new_empty(len(METRICS), num_samples)
+    # With a table the kernel visits its pieces alone.
+    slope = torch.empty_like(logp) if pieces is None else torch.zeros_like(logp)
+    count = 1 if pieces is None else pieces.shape[1]
+    grid = _tile_grid(num_tokens, count, 1)
     tiles = w.new_empty(grid[0], len(METRICS))
     tensors: list[Argument] = [logp, old, advantages, w, ref, rollout, entropy]
     launch(
         "policy_loss",
         grid,
-        [*tensors, *scalars, num_tokens, slope, tiles, _arrival_counters(w.device, 1), sums],
+        [*tensors, *scalars, pieces, count, num_samples, num_tokens, slope, tiles]
+        + [_arrival_counters(w.device, 1), sums, per_sample if num_samples else None],
     )
-    return sums, slope
+    return sums, slope, per_sample

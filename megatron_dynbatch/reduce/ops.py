@@ -32,7 +32,7 @@ SCHEMAS = (
     "policy_loss(Tensor logp, Tensor old, Tensor advantages, Tensor w, Tensor? ref, "
     "Tensor? rollout, Tensor? entropy, int surrogate, float clip_low, float clip_high, "
     "float dual_clip, int kl, float kl_coef, float entropy_coef, int importance, float low, "
-    "float high) -> (Tensor, Tensor)",
+    "float high, Tensor? pieces, Tensor? samples, SymInt num_samples) -> (Tensor, Tensor, Tensor)",
 )
 for _schema in SCHEMAS:
     LIBRARY.define(_schema)
@@ -90,6 +90,16 @@ def _exact_segment_sums(
     return combine(per_sample.sum(1)), per_sample
 
 
+def _policy_loss(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *of_token, pieces, samples, num_samples = arguments
+    terms, slope = policy_reference.policy_terms(*of_token)
+    w = arguments[3]
+    if pieces is None:
+        return terms @ w, slope, w.new_empty(len(terms), 0)
+    sums, per_sample = _segment_sums(terms, w, pieces, samples, num_samples)
+    return sums, slope, per_sample
+
+
 _TORCH: dict[str, Callable[..., Any]] = {
     "weighted_sums": reference.weighted_sums,
     "weighted_sums_backward": reference.weighted_sums_backward,
@@ -98,7 +108,7 @@ _TORCH: dict[str, Callable[..., Any]] = {
     "segment_sums_backward": _segment_sums_backward,
     "exact_sums": _exact_sums,
     "exact_segment_sums": _exact_segment_sums,
-    "policy_loss": policy_reference.policy_loss,
+    "policy_loss": _policy_loss,
 }
 
 
@@ -180,9 +190,10 @@ def _(
 @_fake("policy_loss")
 def _(
     logp: Tensor, old: Tensor, advantages: Tensor, w: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(logp.dtype, torch.float32)
-    return w.new_empty(len(policy_reference.METRICS)), torch.empty_like(logp, dtype=dtype)
+    rows = len(policy_reference.METRICS)
+    return w.new_empty(rows), torch.empty_like(logp, dtype=dtype), w.new_empty(rows, rest[-1])
 
 
 OPS = torch.ops.megatron_dynbatch
@@ -263,29 +274,40 @@ class _SegmentSums(torch.autograd.Function):
 
 
 class _PolicyLoss(torch.autograd.Function):
-    """Only sums[0], the loss, has a gradient: in logp, and in entropy if that has a coefficient."""
+    """Only row 0, the loss, has a gradient: in logp, and in entropy if that has a coefficient."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         logp, w, entropy, entropy_coef = arguments[0], arguments[3], arguments[6], arguments[13]
+        pieces, samples, _ = arguments[17:]
         with torch._C._AutoDispatchBelowAutograd():
-            sums, slope = OPS.policy_loss.default(*arguments)
-        ctx.save_for_backward(w, slope)
+            sums, slope, per_sample = OPS.policy_loss.default(*arguments)
+        ctx.save_for_backward(w, slope, pieces, samples)
         ctx.dtypes = logp.dtype, None if entropy is None else entropy.dtype
         ctx.entropy_coef = entropy_coef
         ctx.mark_non_differentiable(slope)
-        return sums, slope
+        return sums, slope, per_sample
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        w, slope = ctx.saved_tensors
-        grad, (logp_dtype, entropy_dtype) = grads[0][:1], ctx.dtypes
-        dlogp = (slope * grad.to(slope.dtype)).to(logp_dtype)
+        w, slope, pieces, samples = ctx.saved_tensors
+        total, per_sample = grads[0][:1].contiguous(), grads[2][:1].contiguous()
+
+        def spread(scale: float, weights: Tensor, dtype: torch.dtype) -> Tensor:
+            if pieces is None:
+                return OPS.weighted_sums_backward.default(scale * total, weights, dtype)[0]
+            rest = (weights, pieces, samples, dtype)
+            return OPS.segment_sums_backward.default(scale * total, scale * per_sample, *rest)[0]
+
+        logp_dtype, entropy_dtype = ctx.dtypes
+        if pieces is None:
+            dlogp = (slope * total.to(slope.dtype)).to(logp_dtype)
+        else:
+            dlogp = spread(1.0, slope.to(torch.float64), logp_dtype)
         dentropy = None
         if entropy_dtype is not None and ctx.entropy_coef:
-            scaled = -ctx.entropy_coef * grad
-            dentropy = OPS.weighted_sums_backward.default(scaled, w, entropy_dtype)[0]
-        return dlogp, *[None] * 5, dentropy, *[None] * 10
+            dentropy = spread(-ctx.entropy_coef, w, entropy_dtype)
+        return dlogp, *[None] * 5, dentropy, *[None] * 13
 
 
 LIBRARY.impl("policy_loss", _PolicyLoss.apply, "Autograd")

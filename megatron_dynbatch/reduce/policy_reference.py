@@ -126,7 +126,7 @@ def exp_clamped(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def policy_loss(
+def policy_terms(
     logp: Tensor,
     old: Tensor,
     advantages: Tensor,
@@ -145,7 +145,7 @@ def policy_loss(
     low: float,
     high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Sums float64 [11] in the order of `METRICS`, and w·∂x/∂logp [T].
+    """Terms float64 [11, T] in the order of `METRICS`, and w·∂x/∂logp [T].
 
     All tensors [T]; w float64. Positions of weight 0 are selected away before any arithmetic.
     """
@@ -185,7 +185,7 @@ def policy_loss(
     approx_kl = ratio - 1.0 - raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     rows = [loss, pg, clipped, dual_clipped, approx_kl, ratio, ~inside, token_kl, token_entropy]
     terms = torch.stack([row.to(torch.float64) for row in (*rows, omega, bounded)])
-    return torch.where(keep, terms, 0.0) @ w, (slope * w).to(dtype)
+    return torch.where(keep, terms, 0.0), (slope * w).to(dtype)
 
 
 def _surrogate(

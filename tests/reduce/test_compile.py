@@ -27,19 +27,18 @@ def cubin(request, tmp_path_factory):
     return path
 
 
-def cuobjdump() -> str:
+def from_toolkit(tool: str, *arguments: str | Path) -> str:
+    """What a tool of the CUDA toolkit prints, taken from where triton brings it."""
     triton = pytest.importorskip("triton")
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     if not path.exists():
-        pytest.skip("triton brings no cuobjdump here")
-    return str(path)
+        pytest.skip(f"triton brings no {tool} here")
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def test_resources(cubin):
-    report = subprocess.run(
-        [cuobjdump(), "--dump-resource-usage", str(cubin)],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    report = from_toolkit("cuobjdump", "--dump-resource-usage", cubin)
     used = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report)
     names = kernel_names(build.source_files()[build.ENTRY])
     assert sorted(name for name, *_ in used) == sorted(names)
@@ -47,6 +46,16 @@ def test_resources(cubin):
         assert int(registers) <= MAX_REGISTERS, name
         assert int(stack) == int(local) == 0, f"{name} spills"
         assert int(shared) <= 4096, name
+
+
+def test_streams_move_128_bits_at_a_time(cubin):
+    functions = re.split(r"\.text\.(\w+):", from_toolkit("nvdisasm", cubin))
+    code = dict(zip(functions[1::2], functions[2::2], strict=True))
+    for name, text in code.items():
+        if name.startswith("segment_sums"):
+            assert "LDG.E.128" in text, name
+        if re.match("segment_sums_backward_float|token_weights", name):
+            assert "STG.E.128" in text, name
 
 
 def test_a_cubin_serves_its_own_major_version_only(tmp_path):

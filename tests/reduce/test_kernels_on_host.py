@@ -135,6 +135,29 @@ def test_every_packing_gives_the_same_bits(emulator):
             assert sums.setdefault(n, value) == value
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 3, 5, 255, 256, 1021, 1024])
+def test_where_memory_begins_changes_no_bit(emulator, dtype, num_tokens):
+    # Rows and tensors that start off a multiple of 16 bytes are read element by element.
+    table = segment_table([num_tokens + 1], [num_tokens], layout="response")
+    pieces = table.on(CPU).pieces
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(3, num_tokens, generator=generator).to(dtype)
+    w = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+    results = []
+    for shift in range(4):
+        moved = torch.full((x.numel() + 9,), float("nan"), dtype=dtype)[shift:]
+        moved[: x.numel()] = x.reshape(-1)
+        weights = torch.full((len(w) + 9,), float("nan"), dtype=torch.float64)[shift:]
+        weights[: len(w)] = w
+        there = moved[: x.numel()].view_as(x), weights[: len(w)]
+        sums = kernels.segment_sums(*there, pieces, None, 1)
+        dx = kernels.segment_sums_backward(*sums, there[1], pieces, None, dtype)
+        results.append((*sums, kernels.weighted_sums(*there), dx))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 def test_nan_at_masked_positions_and_infinite_gradients_stay_out(emulator):
     x = torch.tensor([[1.0, float("nan"), 3.0, float("inf")]])
     w = torch.tensor([2.0, 0.0, -1.0, 0.0], dtype=torch.float64)

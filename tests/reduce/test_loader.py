@@ -24,7 +24,7 @@ from megatron_dynbatch.reduce import kernels, loader
 from tests.reduce.emulator.emulator import BLOCK
 from tests.reduce.test_kernels_on_host import assert_equal, random_batch, run_everything
 from tests.reduce.test_policy_loss import inputs
-from megatron_dynbatch.reduce import PolicyFormula, policy_reference
+from megatron_dynbatch.reduce import PolicyFormula, ops
 
 loader.BLOCK, kernels.TILE = BLOCK, 4 * BLOCK
 module = loader.Module(loader._check(driver.cuModuleLoadData(b"cubin")), "stand-in")
@@ -48,8 +48,8 @@ loader.make_context_current(0)
 assert_equal(run_everything(*random_batch(5, 2, 1, 3)))
 x, w = inputs(torch.float32)
 arguments = (x["logp"], x["old"], x["advantages"], w, x["ref"], None, x["entropy"])
-arguments += PolicyFormula(kl="k3", kl_coef=0.1).scalars()
-for got, right in zip(kernels.policy_loss(*arguments), policy_reference.policy_loss(*arguments)):
+arguments += (*PolicyFormula(kl="k3", kl_coef=0.1).scalars(), None, None, 0)
+for got, right in zip(kernels.policy_loss(*arguments), ops._TORCH["policy_loss"](*arguments)):
     torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-6)
 try:
     module.kernel("missing")

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dynbatch.reduce import PolicyFormula, kernels, policy_loss_sums, policy_reference
+from megatron_dynbatch.reduce import (
+    PolicyFormula,
+    kernels,
+    ops,
+    policy_loss_sample_sums,
+    policy_loss_sums,
+    policy_reference,
+    segment_table,
+)
 from megatron_dynbatch.reduce.ops import OPS
 
 NAN, INF = math.nan, math.inf
@@ -71,9 +79,11 @@ def inputs(dtype, seed=0, tokens=300):
         "rollout": old + rng.normal(0, 0.8, tokens),
         "entropy": rng.uniform(0, 2, tokens),
     }
-    arrays["logp"][:3] = [50.0, -60.0, 22.0]
+    arrays["logp"][TABLE.positions[:3]] = [50.0, -60.0, 22.0]
     w = rng.uniform(0, 1, tokens) * rng.integers(0, 2, tokens)
-    w[:3] = 0.5
+    if tokens == 300:
+        w[TABLE.samples == TABLE.num_samples] = 0.0
+        w[TABLE.positions[:3]] = 0.5
     return {name: torch.tensor(a, dtype=dtype) for name, a in arrays.items()}, torch.tensor(w)
 
 
@@ -103,6 +113,9 @@ def loss_by_autograd(x, options):
     }[options.kl]  # fmt: skip
     return pg + options.kl_coef * kl - options.entropy_coef * x["entropy"]
 
+
+# Five samples whose responses take up all but the 20 tokens in between; w is 0 there.
+TABLE = segment_table([56, 70, 6, 100, 68], [51, 65, 1, 95, 63])
 
 VARIANTS = [
     PolicyFormula(
@@ -199,20 +212,58 @@ def test_kernel_on_host(emulator, options, order):
     x, w = inputs(torch.float32)
     x = {name: torch.where(w == 0, NAN, v) for name, v in x.items()}
     given = given_tensors(x, options).values()
-    arguments = (x["logp"], x["old"], x["advantages"], w, *given, *options.scalars())
-    sums, slope = kernels.policy_loss(*arguments)
-    expected_sums, expected_slope = policy_reference.policy_loss(*arguments)
-    torch.testing.assert_close(sums, expected_sums, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(slope, expected_slope, rtol=1e-5, atol=1e-6)
-    assert emulator.launches == ["policy_loss"]
+    start = (x["logp"], x["old"], x["advantages"], w, *given, *options.scalars())
+    sums = None
+    for table in (None, TABLE):
+        index = (None, None, 0)
+        if table is not None:
+            there = table.on(torch.device("cpu"))
+            index = (there.pieces, there.samples, table.num_samples)
+        emulator.launches.clear()
+        got = kernels.policy_loss(*start, *index)
+        assert emulator.launches == ["policy_loss"]
+        expected = ops._TORCH["policy_loss"](*start, *index)
+        for a, b, rtol in zip(got, expected, (1e-6, 1e-5, 1e-6), strict=True):
+            torch.testing.assert_close(a, b, rtol=rtol, atol=1e-6)
+        sums = got[0] if sums is None else sums
+        torch.testing.assert_close(got[0], sums, rtol=1e-12, atol=1e-12)
+
+
+def test_sums_of_each_sample_and_their_gradient():
+    options = PolicyFormula(kl="k3", kl_coef=0.1, entropy_coef=0.05)
+    rows = torch.from_numpy(TABLE.samples)
+    x, w = inputs(torch.float64)
+    scale = torch.tensor([1.0, -2.0, 0.0, 3.0, 0.5])
+    grads = []
+    for ours in (True, False):
+        leaves = [x[name].clone().requires_grad_() for name in ("logp", "entropy")]
+        now = {**x, "logp": leaves[0], "entropy": leaves[1]}
+        given = given_tensors(now, options)
+        if ours:
+            total, sums = policy_loss_sample_sums(
+                leaves[0], x["old"], x["advantages"], w, options, TABLE, **given
+            )
+            assert total.keys() == sums.keys()
+            for name in total:
+                torch.testing.assert_close(sums[name].sum(), total[name])
+            losses, loss = sums["loss"], total["loss"]
+        else:
+            terms = loss_by_autograd(now, options) * w
+            losses = torch.stack([terms[rows == i].sum() for i in range(5)])
+            loss = losses.sum()
+        grads.append(
+            (losses.detach(), *torch.autograd.grad(loss + losses @ scale.double(), leaves))
+        )
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_nan_where_a_token_counts_shows_in_the_kernel_too(emulator):
     w = torch.ones(1, dtype=torch.float64)
     for logp, advantage in ((NAN, 1.0), (0.0, NAN)):
         arguments = (f32(logp), f32(0.0), f32(advantage), w, None, None, None)
-        sums, _ = kernels.policy_loss(*arguments, *PolicyFormula().scalars())
-        assert sums[0].isnan()
+        sums = kernels.policy_loss(*arguments, *PolicyFormula().scalars(), None, None, 0)
+        assert sums[0][0].isnan()
 
 
 def test_opcheck():
@@ -220,7 +271,18 @@ def test_opcheck():
     logp, entropy = x["logp"].requires_grad_(), x["entropy"].requires_grad_()
     options = PolicyFormula(kl="k3", kl_coef=0.1, entropy_coef=0.1).scalars()
     arguments = (logp, x["old"], x["advantages"], w, x["ref"], None, entropy, *options)
-    torch.library.opcheck(OPS.policy_loss.default, arguments)
+    torch.library.opcheck(OPS.policy_loss.default, (*arguments, None, None, 0))
+    table = segment_table([5, 5], [3, 2])
+    index = table.on(torch.device("cpu"))
+    x, w = inputs(torch.float32, tokens=10)
+    arguments = (
+        x["logp"].requires_grad_(),
+        x["old"],
+        x["advantages"],
+        w * torch.from_numpy(table.samples < 2),
+    )
+    arguments += (x["ref"], None, x["entropy"].requires_grad_(), *options)
+    torch.library.opcheck(OPS.policy_loss.default, (*arguments, index.pieces, index.samples, 2))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ ARRIVAL = (
     "    __syncthreads();\n    if (threadIdx.x == 0) {\n        is_last",
     "    if (threadIdx.x == 0) {\n        is_last",
 )
-OVERRUN = ("segments.cuh", "if (j < count) terms", "if (j <= count) terms")
+OVERRUN = ("common.cuh", "if (i < count) several", "if (i <= count) several")
 
 
 @pytest.fixture
@@ -62,5 +62,6 @@ def test_planted_faults_are_found(build, sanitizer, fault, report):
     build(sanitizer, "segment_sums_float32_8", fault)
     with pytest.raises(emulation.SanitizerError, match=report):
         for _ in range(5):  # a sanitizer sees a race in most runs, not in every one
-            # Two blocks: the emulator runs two at a time, and waits before the next two.
-            kernels.weighted_sums(torch.ones(2, 500), torch.ones(500, dtype=torch.float64))
+            # Two blocks: the emulator runs two at a time, and waits before the next two. The last
+            # thread has fewer than four tokens, which it reads one by one.
+            kernels.weighted_sums(torch.ones(2, 499), torch.ones(499, dtype=torch.float64))

@@ -17,7 +17,8 @@ namespace dynbatch {
 constexpr int kBlock = DYNBATCH_BLOCK;  // threads of a block
 constexpr int kWarp = 32;
 constexpr int kWarps = kBlock / kWarp;
-constexpr int kTile = 4 * kBlock;  // tokens that a block sums
+constexpr int kPerThread = 4;                  // neighbouring tokens that a thread takes
+constexpr int kTile = kPerThread * kBlock;  // tokens that a block takes
 
 // bfloat16 by its bits: NVRTC then needs no CUDA header.
 struct bfloat16 {
@@ -51,6 +52,42 @@ __device__ inline void store(bfloat16* to, double value) {
         return;
     }
     to->bits = static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Neighbouring elements, moved in words of at most 128 bits where memory is aligned to them.
+template <typename T>
+struct alignas(sizeof(T) < 4 ? kPerThread * sizeof(T) : 16) Several {
+    T at[kPerThread];
+};
+
+template <typename T>
+__device__ inline bool is_aligned(const T* address) {
+    return reinterpret_cast<unsigned long long>(address) % alignof(Several<T>) == 0;
+}
+
+// The first `count` elements at an address (kPerThread: all); the others are left as they were.
+template <typename T>
+__device__ inline void load(const T* from, int count, Several<T>& several) {
+    if (count >= kPerThread && is_aligned(from)) {
+        several = *reinterpret_cast<const Several<T>*>(from);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+        if (i < count) several.at[i] = from[i];
+    }
+}
+
+template <typename T>
+__device__ inline void store(T* to, int count, const Several<T>& several) {
+    if (count >= kPerThread && is_aligned(to)) {
+        *reinterpret_cast<Several<T>*>(to) = several;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+        if (i < count) to[i] = several.at[i];
+    }
 }
 
 // A sum in float64. The order of `add` and `merge` is fixed by the code, never by timing.

@@ -37,14 +37,15 @@ using namespace dynbatch;
         NAME(const float* logp, const float* old, const float* advantages, const double* w,       \
              const float* ref, const float* rollout, const float* entropy, int surrogate,         \
              double clip_low, double clip_high, double dual_clip, int kl, double kl_coef,         \
-             double entropy_coef, int importance, double low, double high, int num_tokens,        \
-             float* slope, double* tiles, unsigned int* arrived, double* sums) {                  \
+             double entropy_coef, int importance, double low, double high, const int* rows,       \
+             int count, int num_samples, int num_tokens, float* slope, double* tiles,             \
+             unsigned int* arrived, double* sums, double* samples) {                              \
         PolicyFormula formula = {surrogate,        float(1.0 - clip_low), float(1.0 + clip_high), \
                                  float(dual_clip), kl,                    float(kl_coef),         \
                                  float(entropy_coef), importance, float(low), float(high)};       \
         PolicyTerms terms = {logp, old, advantages, w, ref, rollout, entropy, slope, formula};    \
-        Pieces pieces = {nullptr, 1, 0, num_tokens};                                              \
-        Results<Float64Sum> results = {tiles, arrived, sums, nullptr};                            \
+        Pieces pieces = {rows, count, num_samples, num_tokens};                                   \
+        Results<Float64Sum> results = {tiles, arrived, sums, samples};                            \
         reduce<Float64Sum, kPolicyTerms>(terms, pieces, results, kPolicyTerms);                   \
     }
 

@@ -27,14 +27,23 @@ __device__ inline float clip(float x, float low, float high) { return fminf(fmax
 __device__ inline float clamp_log_ratio(float x) { return x != x ? x : clip(x, -20.0f, 20.0f); }
 
 struct PolicyTerms {
-    static constexpr int kTokensAtOnce = 1;  // a long body: unrolled it takes half a minute to compile
     const float *logp, *old, *advantages;
     const double* w;
     const float *ref, *rollout, *entropy;  // may be null
     float* slope;
     PolicyFormula formula;
 
-    __device__ void add(int t, int, Float64Sum (&sums)[kPolicyTerms]) const {
+    // Tokens of a warp are neighbours, not those of a thread: the body is too long to be unrolled
+    // over several (half a minute to compile), and loads coalesce as well this way.
+    __device__ void add_tile(int begin, int count, int, Float64Sum (&sums)[kPolicyTerms]) const {
+#pragma unroll 1
+        for (int i = 0; i < kPerThread; ++i) {
+            const int j = i * kBlock + threadIdx.x;
+            if (j < count) add(begin + j, sums);
+        }
+    }
+
+    __device__ void add(int t, Float64Sum (&sums)[kPolicyTerms]) const {
         const double weight = w[t];
         if (weight == 0.0) {
             slope[t] = 0.0f;

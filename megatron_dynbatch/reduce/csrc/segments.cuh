@@ -88,7 +88,8 @@ __device__ inline void add_tiles(const Pieces& pieces, const Results<Sum>& resul
     }
 }
 
-// The whole reduction. Terms(t, first_value, out): the K terms w*x of token t.
+// The whole reduction. Terms::add_tile adds this thread's share of the terms w*x of the tokens
+// begin .. begin + count - 1, which must not depend on where in memory they lie.
 template <typename Sum, int K, typename Terms>
 __device__ inline void reduce(const Terms& terms, const Pieces& pieces, const Results<Sum>& results,
                               int num_values) {
@@ -103,11 +104,7 @@ __device__ inline void reduce(const Terms& terms, const Pieces& pieces, const Re
         Sum sums[K];
 #pragma unroll
         for (int k = 0; k < K; ++k) sums[k].clear();
-#pragma unroll Terms::kTokensAtOnce
-        for (int i = 0; i < kTile / kBlock; ++i) {
-            const int j = i * kBlock + threadIdx.x;
-            if (j < count) terms.add(begin + j, blockIdx.y * K, sums);
-        }
+        terms.add_tile(begin, count, blockIdx.y * K, sums);
         Sum sum = sum_over_block<Sum, K>(sums, scratch);
         if (threadIdx.x < K) {
             sum.write(results.tiles +
@@ -127,22 +124,28 @@ __device__ inline void reduce(const Terms& terms, const Pieces& pieces, const Re
     if (threadIdx.x == 0) results.arrived[blockIdx.y] = 0;
 }
 
-// Terms of x [num_values, num_tokens]; positions of weight 0 are not even read.
+// Terms of x [num_values, num_tokens]; what x holds where the weight is 0 does not matter.
 template <typename X, typename Sum, int K>
 struct RowTerms {
-    static constexpr int kTokensAtOnce = kTile / kBlock;  // loads in flight
     const X* x;
     const double* w;
     int num_values;
     long long num_tokens;
 
-    __device__ void add(int t, int first_value, Sum (&sums)[K]) const {
-        const double weight = w[t];
-        if (weight == 0.0) return;
+    __device__ void add_tile(int begin, int count, int first_value, Sum (&sums)[K]) const {
+        const int first = threadIdx.x * kPerThread;
+        if (first >= count) return;
+        Several<double> weights = {};
+        load(w + begin + first, count - first, weights);
 #pragma unroll
         for (int k = 0; k < K; ++k) {
-            if (first_value + k < num_values) {
-                sums[k].add(__dmul_rn(weight, to_double(x[(first_value + k) * num_tokens + t])));
+            if (first_value + k >= num_values) break;
+            Several<X> values;
+            load(x + (first_value + k) * num_tokens + begin + first, count - first, values);
+#pragma unroll
+            for (int i = 0; i < kPerThread; ++i) {
+                const double weight = weights.at[i];
+                if (weight != 0.0) sums[k].add(__dmul_rn(weight, to_double(values.at[i])));
             }
         }
     }
@@ -152,39 +155,55 @@ struct RowTerms {
 template <typename X>
 __device__ inline void spread(const double* grad_total, const double* grad_samples, const double* w,
                               const Pieces& pieces, X* dx, int num_values) {
-    const int t = blockIdx.x * kBlock + threadIdx.x;
-    if (t >= pieces.num_tokens) return;
-    const double weight = w[t];
-    const int sample = grad_samples && weight != 0.0 ? pieces.sample_at(t) : -1;
+    const int t = (blockIdx.x * kBlock + threadIdx.x) * kPerThread;
+    const int count = pieces.num_tokens - t;
+    if (count <= 0) return;
+    Several<double> weights = {};
+    load(w + t, count, weights);
+    int samples[kPerThread];
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+        samples[i] = grad_samples && weights.at[i] != 0.0 ? pieces.sample_at(t + i) : -1;
+    }
     for (int k = 0; k < num_values; ++k) {
-        double slope = grad_total[k];
-        if (sample >= 0) {
-            slope = __dadd_rn(slope, grad_samples[static_cast<long long>(k) * pieces.num_samples +
-                                                  sample]);
+        Several<X> slopes;
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) {
+            double slope = grad_total[k];
+            if (samples[i] >= 0) {
+                const long long row = static_cast<long long>(k) * pieces.num_samples;
+                slope = __dadd_rn(slope, grad_samples[row + samples[i]]);
+            }
+            // A weight of 0 gives 0 even where the incoming gradient is infinite.
+            const double weight = weights.at[i];
+            store(&slopes.at[i], weight == 0.0 ? 0.0 : __dmul_rn(slope, weight));
         }
-        // A weight of 0 gives 0 even where the incoming gradient is infinite.
-        store(dx + static_cast<long long>(k) * pieces.num_tokens + t,
-              weight == 0.0 ? 0.0 : __dmul_rn(slope, weight));
+        store(dx + static_cast<long long>(k) * pieces.num_tokens + t, count, slopes);
     }
 }
 
 // w[t] = mask / denominator of the response entry at t, 0 where there is none.
 template <typename M>
+__device__ inline double weight_at(const M* masks, const double* denoms, const Pieces& pieces, int t) {
+    if (pieces.count == 0 || t < pieces.rows[0]) return 0.0;
+    const int piece = last_at_most(pieces.rows, pieces.count, t);
+    const int within = t - pieces.x_offset(piece);
+    if (within >= pieces.length(piece)) return 0.0;
+    const double mask = to_double(masks[pieces.mask_offset(piece) + within]);
+    if (mask == 0.0) return 0.0;
+    return __ddiv_rn(mask, denoms[piece / (pieces.count / pieces.num_samples)]);
+}
+
+template <typename M>
 __device__ inline void weigh(const M* masks, const double* denoms, const Pieces& pieces, double* w) {
-    const int t = blockIdx.x * kBlock + threadIdx.x;
-    if (t >= pieces.num_tokens) return;
-    double weight = 0.0;
-    if (pieces.count > 0 && t >= pieces.rows[0]) {
-        const int piece = last_at_most(pieces.rows, pieces.count, t);
-        const int within = t - pieces.x_offset(piece);
-        if (within < pieces.length(piece)) {
-            const double mask = to_double(masks[pieces.mask_offset(piece) + within]);
-            if (mask != 0.0) {
-                weight = __ddiv_rn(mask, denoms[piece / (pieces.count / pieces.num_samples)]);
-            }
-        }
+    const int t = (blockIdx.x * kBlock + threadIdx.x) * kPerThread;
+    const int count = pieces.num_tokens - t;
+    Several<double> weights;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+        if (i < count) weights.at[i] = weight_at(masks, denoms, pieces, t + i);
     }
-    w[t] = weight;
+    if (count > 0) store(w + t, count, weights);
 }
 
 }  // namespace dynbatch
