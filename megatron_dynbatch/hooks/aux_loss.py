@@ -65,6 +65,7 @@ def begin_schedule(run: Session, model: list[Any]) -> None:
     from megatron.core.utils import get_model_config
 
     chunks = model if isinstance(model, list) else [model]
+    run.aux_scales.clear()
     run.grad_scale_func = get_model_config(chunks[0]).grad_scale_func
     for chunk in chunks:
         inject_padding_mask(run, chunk)
@@ -72,10 +73,7 @@ def begin_schedule(run: Session, model: list[Any]) -> None:
         return
 
     step = _open(run)
-    local = sum(
-        int(_on_this_cp_rank(step, step.packed(k), rolled_mask(step.packed(k))).sum())
-        for k in range(step.num_microbatches)
-    )
+    local = sum(_predicted_tokens(step, step.packed(k)) for k in range(step.num_microbatches))
     total = torch.tensor([local], dtype=torch.int64, device=step.device)
     group = mpu.get_data_parallel_group(with_context_parallel=True)
     torch.distributed.all_reduce(total, group=group)
@@ -110,7 +108,13 @@ def _loss_scale(run: Session, device: torch.device) -> torch.Tensor:
 
 
 def aux_scales(run: Session, k: int) -> AuxScales:
-    """The factors of micro-batch ``k`` of the open step on this rank."""
+    """The factors of micro-batch ``k`` of the open step on this rank; computed once."""
+    if k not in run.aux_scales:
+        run.aux_scales[k] = _compute_scales(run, k)
+    return run.aux_scales[k]
+
+
+def _compute_scales(run: Session, k: int) -> AuxScales:
     step = _open(run)
     packed = step.packed(k)
     tokens = int(packed.total_lengths.sum())
@@ -127,7 +131,7 @@ def aux_scales(run: Session, k: int) -> AuxScales:
         moe = share / (seen * router_ranks) if seen else 0.0
     mtp = mtp_log = 0.0
     if run.args.mtp_num_layers and run.mtp_tokens:
-        predicted = max(int(_on_this_cp_rank(step, packed, rolled_mask(packed)).sum()), 1)
+        predicted = max(_predicted_tokens(step, packed), 1)
         mtp = predicted * world / run.mtp_tokens
         mtp_log = mtp * step.num_microbatches
     return AuxScales(
@@ -146,6 +150,11 @@ def rolled_mask(packed: PackedSequence) -> NDArray[np.float32]:
     rolled = np.roll(packed.loss_mask, -1)
     rolled[packed.cu_seqlens_padded[1:] - 1] = 0
     return rolled
+
+
+def _predicted_tokens(step: Step, packed: PackedSequence) -> int:
+    """What the first MTP depth is trained on, on this rank."""
+    return int(_on_this_cp_rank(step, packed, rolled_mask(packed)).sum())
 
 
 def _on_this_cp_rank(step: Step, packed: PackedSequence, values: NDArray[Any]) -> NDArray[Any]:

@@ -117,9 +117,8 @@ def weighted_output(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tens
             "token losses [1, T_local] (labels passed to the model); one that computes its own "
             "loss from logits must take keyword `microbatch` and use microbatch.mean(x)"
         )
-    trained = micro_batch.loss_mask.view(output.shape) != 0
-    zero = torch.zeros((), dtype=output.dtype, device=output.device)
-    return torch.where(trained, output, zero) * weights.view(output.shape).to(output.dtype)
+    trained = (micro_batch.loss_mask != 0).view(output.shape)
+    return torch.where(trained, output, 0.0) * weights.to(output.dtype).view(output.shape)
 
 
 def _typed(report: Mapping[str, Any], report_count: float) -> dict[str, Metric]:
@@ -127,8 +126,10 @@ def _typed(report: Mapping[str, Any], report_count: float) -> dict[str, Metric]:
     typed = {}
     for name, value in report.items():
         if not isinstance(value, Metric):
-            local_sum = torch.as_tensor(value).detach().reshape(-1)[0].double()
-            value = Metric.mean(local_sum, report_count)
+            if isinstance(value, torch.Tensor):
+                value = value.detach()
+                value = value[0] if value.dim() else value  # [sum, count], as stock scripts have it
+            value = Metric.mean(value, report_count)
         typed[name] = value
     return typed
 

@@ -11,6 +11,7 @@ import argparse
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,6 +44,7 @@ class Session:
         self.current: MicroBatch | None = None
         self.current_index = 0
         self.mtp_tokens = 0
+        self.aux_scales: dict[int, Any] = {}  # of the open step, see `aux_loss`
         self.grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.writer: StepReportWriter | None = None
         self._feed: StepFeed | None = None

@@ -218,16 +218,18 @@ def slice_packed(
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
     """One context-parallel rank's part of a packed sequence, as tensors on `device`."""
-    if cp_size > 1:
-        index: Any = zigzag_indices(packed.cu_seqlens_padded, cp_size, cp_rank)
-    else:
-        index = slice(None)
+    index = zigzag_indices(packed.cu_seqlens_padded, cp_size, cp_rank) if cp_size > 1 else None
+    on_host = torch.device(device).type == "cpu"
 
     def tensor(array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        made = torch.from_numpy(array)
+        return made if on_host else made.to(device, non_blocking=True)
+
+    def local(array: NDArray[Any]) -> NDArray[Any]:
+        return array if index is None else array[index]
 
     def row(array: NDArray[Any]) -> Tensor:
-        return tensor(array[index])[None]
+        return tensor(local(array)[None])
 
     return MicroBatch(
         tokens=row(packed.tokens),
@@ -235,7 +237,7 @@ def slice_packed(
         position_ids=row(packed.position_ids),
         loss_mask=row(packed.loss_mask),
         padding_mask=row(packed.padding_mask),
-        token_weights=tensor(packed.token_weights[index]),
+        token_weights=tensor(local(packed.token_weights)),
         cu_seqlens=tensor(packed.cu_seqlens),
         cu_seqlens_padded=tensor(packed.cu_seqlens_padded),
         max_seqlen=packed.max_seqlen,

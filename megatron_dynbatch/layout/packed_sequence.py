@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dynbatch.plan.layout import ParallelLayout, padded_length, padded_micro_batch
-from megatron_dynbatch.reduce.ragged import Int64, ragged_arange, starts_of
-from megatron_dynbatch.reduce.segment_table import segment_table
+from megatron_dynbatch.reduce.ragged import Int64, starts_of
 from megatron_dynbatch.rollouts.sample import PER_TOKEN_FIELDS, Sample
 
 MAX_TAIL_SEQUENCE = 128
@@ -91,51 +90,92 @@ def pack_samples(
     if missing:
         raise ValueError(f"row {missing[0]} of the micro-batch has no sample; read rows {missing}")
     batch = [samples[row] for row in rows]
+    _check_masks(batch, rows, denoms)
     total = np.array([s.total_length for s in batch], dtype=np.int64)
     response = np.array([s.response_length for s in batch], dtype=np.int64)
     padded = padded_length(total, layout)
-    laid_out = np.concatenate([padded, _tail(int(padded.sum()), width, layout)])
-    size = int(laid_out.sum())
-    starts = starts_of(laid_out)
-    place = segment_table(total, response, padded_lengths=padded, num_tokens=size)
+    tail = _tail(int(padded.sum()), width, layout)
+    laid_out = np.concatenate([padded, tail])
+    cu_seqlens_padded = _cumulative(laid_out)
+    size = int(cu_seqlens_padded[-1])
+    tail_size = int(tail.sum())
+    whole = _Strips(np.zeros_like(total), total, padded, tail_size)
+    # The entry of a first token without a prompt has no place: nothing predicts it.
+    unpredicted = (response == total) & (total > 0)
+    heads = np.maximum(total - response - 1, 0)
+    held = _Strips(heads, response - unpredicted, padded, tail_size)
+    firsts = unpredicted.astype(np.int64).tolist()
 
-    tokens = np.zeros(size, dtype=np.int64)
-    held = ragged_arange(starts[: len(batch)], total)
-    tokens[held] = _concatenate([s.tokens for s in batch], np.int64)
-    padding_mask = np.ones(size, dtype=np.bool_)
-    padding_mask[held] = False
-    labels = np.zeros(size, dtype=np.int64)
-    predicted = ragged_arange(starts[: len(batch)], np.maximum(total - 1, 0))
-    labels[predicted] = tokens[predicted + 1]
-    taken = place.sources[place.positions]
-    mask = np.zeros(size, dtype=np.float32)
-    mask[place.positions] = _checked_masks(batch, rows, denoms)[taken]
-    per_token = np.repeat(np.asarray(denoms, dtype=np.float64), place.local_lengths)
-    weights = np.zeros(size, dtype=np.float64)
-    trained = mask[place.positions] != 0
-    weights[place.positions[trained]] = 1.0 / per_token[trained]
-
+    tokens = whole.joined([s.tokens for s in batch], np.int64)
+    mask = held.joined([s.loss_mask[f:] for s, f in zip(batch, firsts, strict=True)], np.float32)
+    factors = np.divide(1.0, denoms, out=np.zeros(len(batch)), where=np.asarray(denoms) > 0)
     names = _column_names(batch) if columns is None else list(columns)
-    laid_columns = {name: np.zeros(size, dtype=np.float32) for name in names}
-    for name, column in laid_columns.items():
-        column[place.positions] = _responses(batch, rows, name)[taken]
-    real = np.concatenate([total, np.zeros(len(laid_out) - len(batch), dtype=np.int64)])
     return PackedSequence(
         tokens=tokens,
-        labels=labels,
-        position_ids=np.arange(size, dtype=np.int64) - np.repeat(starts, laid_out),
+        labels=_labels(tokens, cu_seqlens_padded, total),
+        position_ids=np.arange(size) - np.repeat(starts_of(laid_out), laid_out),
         loss_mask=mask,
-        padding_mask=padding_mask,
-        token_weights=weights,
-        cu_seqlens=_cumulative(real),
-        cu_seqlens_padded=_cumulative(laid_out),
+        padding_mask=~whole.filled(np.ones(len(batch), dtype=np.bool_)),
+        token_weights=mask * held.filled(factors),
+        cu_seqlens=_cumulative(np.concatenate([total, np.zeros_like(tail)])),
+        cu_seqlens_padded=cu_seqlens_padded,
         max_seqlen=int(laid_out.max()),
-        columns=laid_columns,
+        columns={name: _column(batch, rows, name, held, firsts) for name in names},
         sample_rows=tuple(rows),
         sample_denoms=np.asarray(denoms, dtype=np.float64),
         total_lengths=total,
         response_lengths=response,
     )
+
+
+class _Strips:
+    """Where each sample's values lie: `lengths` of them after `heads` blanks in `padded` tokens.
+
+    Arrays are joined and repeated, not indexed: an index for every token costs ten times as much.
+
+    Args:
+        heads: int64 [B].
+        lengths: int64 [B].
+        padded: int64 [B] laid-out lengths.
+        tail_size: Blanks after the last sample.
+    """
+
+    def __init__(self, heads: Int64, lengths: Int64, padded: Int64, tail_size: int) -> None:
+        self.lengths = lengths
+        # Blank, values, blank, values, …, blank: the rest of a sample joins the next one's head.
+        self.blanks = np.zeros(len(heads) + 1, dtype=np.int64)
+        self.blanks[:-1] += heads
+        self.blanks[1:] += padded - heads - lengths
+        self.blanks[-1] += tail_size
+        self.size = int(self.blanks.sum() + lengths.sum())
+
+    def joined(self, parts: Sequence[NDArray], dtype: type) -> NDArray:
+        """`parts[i]`, as long as `lengths[i]`, at the place of sample i, 0 elsewhere; [S]."""
+        blanks = self.blanks.tolist()
+        zeros: NDArray = np.zeros(max(blanks), dtype=dtype)
+        pieces: list[NDArray] = [zeros[: blanks[0]]]
+        for part, blank in zip(parts, blanks[1:], strict=True):
+            pieces += (part, zeros[:blank])
+        result: NDArray = np.empty(self.size, dtype=dtype)
+        np.concatenate(pieces, out=result, casting="unsafe")
+        return result
+
+    def filled(self, values: NDArray) -> NDArray:
+        """`values[i]` at every place of sample i, 0 elsewhere; [S]."""
+        counts = np.empty(2 * len(values) + 1, dtype=np.int64)
+        counts[0::2], counts[1::2] = self.blanks, self.lengths
+        shown = np.zeros(len(counts), dtype=values.dtype)
+        shown[1::2] = values
+        return np.repeat(shown, counts)
+
+
+def _labels(tokens: Int64, cu_seqlens_padded: NDArray[np.int32], total: Int64) -> Int64:
+    """The next token of the same sample, 0 where there is none; int64 [S]."""
+    labels = np.empty_like(tokens)
+    labels[:-1] = tokens[1:]
+    labels[cu_seqlens_padded[1:] - 1] = 0
+    labels[cu_seqlens_padded[: len(total)] + total - 1] = 0
+    return labels
 
 
 def _tail(used: int, width: int | None, layout: ParallelLayout) -> Int64:
@@ -159,20 +199,20 @@ def _tail(used: int, width: int | None, layout: ParallelLayout) -> Int64:
     return np.array([longest] * full + [rest] * (rest > 0), dtype=np.int64)
 
 
-def _checked_masks(
+def _check_masks(
     batch: Sequence[Sample], rows: Sequence[int], denoms: NDArray[np.int64] | NDArray[np.float64]
-) -> NDArray[np.uint8]:
-    for row, sample, denom in zip(rows, batch, denoms, strict=True):
-        if sample.response_length == sample.total_length and sample.loss_mask[:1].any():
+) -> None:
+    for row, sample, denom in zip(rows, batch, denoms.tolist(), strict=True):
+        mask = sample.loss_mask
+        if len(mask) == len(sample.tokens) and mask[:1].any():
             raise ValueError(
                 f"row {row} has no prompt, so nothing predicts its first token: its first mask "
                 "entry must be 0"
             )
-        if denom <= 0 and sample.loss_mask.any():
+        if denom <= 0 and mask.any():
             raise ValueError(
                 f"row {row} has trained tokens but its denominator is {denom}; plan it in a step"
             )
-    return _concatenate([s.loss_mask for s in batch], np.uint8)
 
 
 def _column_names(batch: Sequence[Sample]) -> list[str]:
@@ -185,26 +225,30 @@ def _column_names(batch: Sequence[Sample]) -> list[str]:
     ]
 
 
-def _responses(batch: Sequence[Sample], rows: Sequence[int], name: str) -> NDArray[np.float32]:
-    """Values of a column for all response tokens, sample after sample, float32 [Σ R]."""
+def _column(
+    batch: Sequence[Sample], rows: Sequence[int], name: str, held: _Strips, firsts: Sequence[int]
+) -> NDArray[np.float32]:
+    """A column of the full sequence, float32 [S]."""
     if name not in COLUMN_FIELDS:
         raise ValueError(f"unknown column {name!r}; there are {', '.join(COLUMN_FIELDS)}")
-    parts = []
-    for row, sample in zip(rows, batch, strict=True):
-        value = getattr(sample, COLUMN_FIELDS[name])
+    values = [getattr(sample, COLUMN_FIELDS[name]) for sample in batch]
+    for row, sample, value in zip(rows, batch, values, strict=True):
         if value is None:
             raise ValueError(
                 f"row {row} (rollout {sample.rollout_id}) has no {COLUMN_FIELDS[name]}; give it "
                 "for every sample of the batch or for none"
             )
+    if not any(isinstance(value, np.ndarray) for value in values):
+        return held.filled(np.array(values, dtype=np.float32))
+    parts = [
         # A scalar advantage holds for every token of its response.
-        parts.append(np.full(sample.response_length, value, dtype=np.float32))
-    return _concatenate(parts, np.float32)
-
-
-def _concatenate(parts: Sequence[NDArray], dtype: type) -> NDArray:
-    return np.concatenate([*parts, np.zeros(0, dtype=dtype)])
+        value[first:] if isinstance(value, np.ndarray) else np.full(length, value, np.float32)
+        for value, first, length in zip(values, firsts, held.lengths.tolist(), strict=True)
+    ]
+    return held.joined(parts, np.float32)
 
 
 def _cumulative(lengths: Int64) -> NDArray[np.int32]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    result = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=result[1:])
+    return result

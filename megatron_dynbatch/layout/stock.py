@@ -1,5 +1,6 @@
 """A packed sequence in the form that Megatron's stock SFT `get_batch` expects."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,13 +16,14 @@ def stock_batch(packed: PackedSequence) -> dict[str, Tensor]:
         hands on only one of them without CP and the other one with it; max_seqlen int32 [1]. All
         on the CPU, contiguous.
     """
-    cu_seqlens = torch.from_numpy(packed.cu_seqlens_padded)[None]
-    return {
-        "tokens": torch.from_numpy(packed.tokens)[None],
-        "labels": torch.from_numpy(packed.labels)[None],
-        "loss_mask": torch.from_numpy(packed.loss_mask)[None],
-        "position_ids": torch.from_numpy(packed.position_ids)[None],
+    cu_seqlens = packed.cu_seqlens_padded[None]
+    arrays = {
+        "tokens": packed.tokens[None],
+        "labels": packed.labels[None],
+        "loss_mask": packed.loss_mask[None],
+        "position_ids": packed.position_ids[None],
         "cu_seqlens": cu_seqlens,
-        "cu_seqlens_padded": cu_seqlens.clone(),
-        "max_seqlen": torch.tensor([packed.max_seqlen], dtype=torch.int32),
+        "cu_seqlens_padded": cu_seqlens.copy(),
+        "max_seqlen": np.array([packed.max_seqlen], dtype=np.int32),
     }
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -50,5 +50,5 @@ def megatron_loss(
     num_tokens = torch.full(
         (), 0 if calculate_per_token_loss else 1, dtype=torch.int32, device=l.device
     )
-    loss = l.reshape(()) * (factor / step.loss_denominator)
+    loss = (l.reshape(()) if l.dim() else l) * (factor / step.loss_denominator)
     return loss, num_tokens, step.loss_denominator / shares

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import fields, replace
 from functools import cached_property
@@ -18,7 +18,8 @@ from megatron_dynbatch.layout.zigzag import zigzag_indices
 from megatron_dynbatch.plan import Plan, StepPlan
 from megatron_dynbatch.rollouts import Sample
 
-type HostBatch = tuple[PackedSequence, MicroBatch]
+type HostBatch = tuple[PackedSequence, MicroBatch, dict[str, torch.Tensor]]
+"""A micro-batch as a full sequence, as this rank's part, and in Megatron's SFT contract."""
 
 
 class Step:
@@ -98,7 +99,7 @@ class Step:
         Raises:
             IndexError: There is no micro-batch ``k``.
         """
-        return stock_batch(self.packed(k))
+        return dict(self._host_batch(k)[2])
 
     def packed(self, k: int) -> PackedSequence:
         """Micro-batch ``k`` of this rank as a full sequence on the host.
@@ -154,7 +155,7 @@ class Step:
         )
         if self.device.type == "cuda":
             local = _changed(local, lambda tensor: tensor.pin_memory())
-        return packed, local
+        return packed, local, stock_batch(packed)
 
 
 def _moved(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -163,8 +164,10 @@ def _moved(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     return _changed(micro_batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def _changed(micro_batch: MicroBatch, change: Any) -> MicroBatch:
-    """The micro-batch with every tensor changed."""
+def _changed(micro_batch: MicroBatch, change: Callable[[torch.Tensor], Any]) -> MicroBatch:
+    """The micro-batch with every tensor changed; itself where the CPU stands in for a GPU."""
+    if change(micro_batch.cu_seqlens) is micro_batch.cu_seqlens:
+        return micro_batch
     values = {field.name: getattr(micro_batch, field.name) for field in fields(micro_batch)}
     tensors = {n: change(v) for n, v in values.items() if isinstance(v, torch.Tensor)}
     columns = {name: change(column) for name, column in micro_batch.columns.items()}
