@@ -203,7 +203,8 @@ def megatron_arguments(options: argparse.Namespace, rollouts: Path, report: Path
     per_step = options.micro_batches * SAMPLES_PER_MICRO_BATCH
     samples = (WARM_UP + options.iterations + options.profiled) * per_step
     return [
-        "--num-layers", str(options.layers), "--hidden-size", str(options.hidden), "--num-attention-heads", "4",
+        "--num-layers", str(options.layers), "--hidden-size", str(options.hidden),
+        "--num-attention-heads", "4",
         "--seq-length", str(options.seq_length), "--position-embedding-type", "rope",
         "--max-position-embeddings", str(options.seq_length),
         "--attention-dropout", "0", "--hidden-dropout", "0", "--normalization", "RMSNorm",

@@ -62,6 +62,7 @@ class Cell:
         flags = {
             **self.architecture.flags(),
             **self.recipe.flags(),
+            **self.recipe.auxiliary.flags(self.architecture),
             "log-interval": 1,
             "eval-iters": 0,
             "eval-interval": 1000,
@@ -106,6 +107,9 @@ class Observed:
             distributed optimizer.
         parameters: For each optimizer step, global name → value after it; empty where they are
             gathered later.
+        biases: For each optimizer step, the expert biases [E] it ran with, in the order of layers.
+        cursors: For each logged iteration, the plugin's cursor as a checkpoint would keep it.
+        lines: What Megatron printed on the last rank.
         notes: The rank's NOTES.
     """
 
@@ -114,10 +118,13 @@ class Observed:
     weight_decays: list[float] = field(default_factory=list)
     gradients: list[dict[str, Shard]] = field(default_factory=list)
     parameters: list[dict[str, Shard]] = field(default_factory=list)
+    biases: list[list[Tensor]] = field(default_factory=list)
+    cursors: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     notes: list[Any] = field(default_factory=lambda: NOTES)
 
 
-def run_cell(cell: Cell, timeout: float = 120.0) -> list[Observed]:
+def run_cell(cell: Cell, timeout: float = 240.0) -> list[Observed]:
     """Train the cell on its ranks; what each rank saw, in rank order."""
     return run_ranks(cell.ranks, run_rank, cell, timeout=timeout)
 
@@ -157,7 +164,7 @@ def _observe(observed: Observed, cell: Cell) -> None:
     """Wrap Megatron's loop and log; the process ends with the job, so nothing is put back."""
     from megatron.training import training
 
-    train_loop, log = training.train, training.training_log
+    train_loop, log, show = training.train, training.training_log, training.print_rank_last
 
     @functools.wraps(train_loop)
     def train(*args: Any, **kwargs: Any) -> Any:
@@ -173,9 +180,15 @@ def _observe(observed: Observed, cell: Cell) -> None:
     def training_log(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(log).bind(*args, **kwargs).arguments
         observed.rows.append(_row(given))
+        observed.cursors.append(_cursor())
         return log(*args, **kwargs)
 
+    def print_rank_last(line: str) -> None:
+        observed.lines.append(line)
+        show(line)
+
     training.train, training.training_log = train, training_log
+    training.print_rank_last = print_rank_last
 
 
 def _row(given: Mapping[str, Any]) -> dict[str, float]:
@@ -192,6 +205,12 @@ def _row(given: Mapping[str, Any]) -> dict[str, float]:
     return row
 
 
+def _cursor() -> dict[str, Any]:
+    from megatron.training import get_args
+
+    return dict(getattr(get_args(), "dynbatch_cursor", {}))
+
+
 def observe_optimizer(observed: Observed, model: Sequence[Any], optimizer: Any) -> None:
     """Note what the optimizer is given and what it makes of it, at every step."""
     step = optimizer.step
@@ -202,12 +221,18 @@ def observe_optimizer(observed: Observed, model: Sequence[Any], optimizer: Any) 
         observed.weight_decays.append(float(matrices["weight_decay"]))
         if not _is_distributed(optimizer):  # there no rank has whole gradients
             observed.gradients.append(shards_of(model, lambda parameter: parameter.main_grad))
+        observed.biases.append(_expert_biases(model))
         result = step(*args, **kwargs)
         if not optimizer.config.overlap_param_gather:  # else gathered by the next forward pass
             observed.parameters.append(shards_of(model))
         return result
 
     optimizer.step = observed_step
+
+
+def _expert_biases(model: Sequence[Any]) -> list[Tensor]:
+    named = [pair for chunk in model for pair in chunk.named_buffers()]
+    return [buffer.clone() for name, buffer in named if name.endswith("expert_bias")]
 
 
 def _is_distributed(optimizer: Any) -> bool:

@@ -9,13 +9,14 @@ from tests.parity.rollouts import CAPACITY
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel groups; `vpp` model chunks per pipeline rank."""
+    """Sizes of the parallel groups; `vpp` model chunks per pipeline rank, `ep` divides dp·cp."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     vpp: int = 1
     cp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
 
     @property
@@ -26,7 +27,9 @@ class Layout:
     @property
     def name(self) -> str:
         """Like TP2xPP2."""
-        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "DP": self.dp}
+        dp = 1 if self.ep == self.dp else self.dp
+        sizes = {"EP": self.ep, "TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp}
+        sizes["DP"] = dp
         name = "x".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1) or "DP1"
         return name + ("+SP" if self.sequence_parallel else "")
 
@@ -43,6 +46,8 @@ class Layout:
             flags["num-virtual-stages-per-pipeline-rank"] = self.vpp
         if self.cp > 1:
             flags["context-parallel-size"] = self.cp
+        if self.ep > 1:
+            flags["expert-model-parallel-size"] = self.ep
         return flags
 
 

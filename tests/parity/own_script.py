@@ -50,6 +50,7 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
         batch.position_ids,
         None,
         labels=None if head in ("logits", "policy") else batch.labels,
+        loss_mask=batch.loss_mask,
         packed_seq_params=batch.packed_seq_params(),
     )
     if head == "megatron":

@@ -61,11 +61,30 @@ gathered only by the next forward pass (overlapped).
 
 Float64 again, bar 1e-9.
 """,
-    "auxiliary": """\
-## Auxiliary losses
+    "experts": """\
+## Experts and auxiliary losses, against the independent loop
 
-Against Megatron itself with the whole step in one unpadded micro-batch on one rank, float32.
-Deviations of loss and gradient norm, of the logged auxiliary loss, and of expert biases.
+In float64, variable width; the loop has its own router, experts and MTP module, and closed forms
+over the whole step (`tests/parity/reference_aux.py`). Megatron's router computes probabilities, and
+MTP its cross entropy, in float32. Bars: 1e-6; `between layouts` (gradients against those of the
+first row of the same loss) 1e-9. `logged` is the auxiliary loss in Megatron's log, printed with
+seven digits; `bias` the expert biases.
+""",
+    "spread": """\
+## What the load-balancing loss owes to the packing
+
+By its definition it is a product of means over a micro-batch, so it depends on which samples share
+one, unless they route alike. How far the first step's loss and gradients (of all parameters,
+language-model loss included; its coefficient is 1) lie from those of the whole step in one
+micro-batch. z-loss, MTP and expert bias have no such spread.
+""",
+    "auxiliary": """\
+## Auxiliary losses, against Megatron's own single pack
+
+The whole step in one unpadded micro-batch on one rank is the yardstick; float32, unmodified script.
+Deviations of loss and gradient norm, of the logged auxiliary loss, and of expert biases. The
+load-balancing loss runs with routers that treat all tokens alike, so that packings have equal
+routing frequencies.
 """,
     "mutations": """\
 ## What a broken factor looks like

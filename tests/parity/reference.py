@@ -1,6 +1,6 @@
 """An independent single-process training loop to compare with.
 
-Plain torch: one sample at a time through a GPT written out below, no packing, no padding, no
+Plain torch: one sample at a time through a GPT written out beside it, no packing, no padding, no
 micro-batches, no Megatron, and no code of the package under test. The loss of a step is the
 formula of semantics.md, word by word; clipping, AdamW and the schedule follow Megatron's
 documentation.
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from tests.parity.architecture import Architecture
+from tests.parity.reference_aux import Auxiliary, Partition
+from tests.parity.reference_model import Forward, forward
 from tests.parity.rollouts import Example
 
 LOSS_NAMES = {"sft": "lm loss", "clip": "loss"}
@@ -46,6 +48,7 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-4
     dtype: torch.dtype = torch.float64
+    auxiliary: Auxiliary = Auxiliary()
 
     def flags(self) -> dict[str, object]:
         """Megatron's options for this recipe."""
@@ -95,6 +98,8 @@ class ReferenceStep:
         consumed: Rollouts trained so far.
         gradients: Global name → gradient before clipping.
         parameters: Global name → value after the update.
+        logged: Auxiliary losses by their name in Megatron's log.
+        biases: Expert bias of each layer after the update.
     """
 
     metrics: dict[str, float]
@@ -104,6 +109,8 @@ class ReferenceStep:
     consumed: int
     gradients: dict[str, Tensor] = field(repr=False)
     parameters: dict[str, Tensor] = field(repr=False)
+    logged: dict[str, float] = field(default_factory=dict)
+    biases: list[Tensor] = field(default_factory=list)
 
 
 def train(
@@ -111,6 +118,7 @@ def train(
     recipe: Recipe,
     architecture: Architecture | None = None,
     total: int | None = None,
+    partitions: Sequence[Partition] | None = None,
 ) -> list[ReferenceStep]:
     """Train from the architecture's initial parameters.
 
@@ -119,6 +127,8 @@ def train(
         recipe: How.
         architecture: The model.
         total: Rollouts of the whole run, for the weight-decay schedule.
+        partitions: Micro-batches of each step, which the load-balancing loss depends on; default:
+            one.
     """
     architecture = architecture or Architecture()
     total = total or sum(len({e.rollout for e in step}) for step in steps)
@@ -126,13 +136,21 @@ def train(
     parameters = {n: v.to(recipe.dtype).requires_grad_() for n, v in values.items()}
     optimizer = torch.optim.AdamW(_groups(parameters), betas=recipe.betas, eps=recipe.epsilon)
     consumed, records = 0, []
-    for step in steps:
+    biases = [torch.zeros(architecture.experts) for _ in range(architecture.num_layers)]
+    for number, step in enumerate(steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate_at(consumed)
             group["weight_decay"] = group["decays"] * recipe.weight_decay_at(consumed, total)
         optimizer.zero_grad()
-        means = step_means(parameters, step, recipe, architecture)
-        means[LOSS_NAMES[recipe.objective]].backward()
+        forwards = [forward(parameters, e.tokens, architecture, biases) for e in step]
+        means = step_means(forwards, step, recipe)
+        partition = partitions[number] if partitions else None
+        terms = recipe.auxiliary.terms(forwards, step, partition, architecture)
+        # The log shows means over layers; the loss adds layers up.
+        layers = {"mtp_1 loss": 1}
+        extra = [c * v * layers.get(n, architecture.num_layers) for n, (c, v) in terms.items()]
+        sum(extra, means[LOSS_NAMES[recipe.objective]]).backward()
+        biases = recipe.auxiliary.updated(biases, forwards)
         gradients = {n: _gradient(p).clone() for n, p in parameters.items()}
         norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients.values()))
         _clip(parameters, norm, recipe.clip_grad)
@@ -147,25 +165,24 @@ def train(
                 consumed=consumed,
                 gradients=gradients,
                 parameters={n: p.detach().clone() for n, p in parameters.items()},
+                logged={name: value.item() for name, (_, value) in terms.items()},
+                biases=biases,
             )
         )
     return records
 
 
 def step_means(
-    parameters: dict[str, Tensor],
-    examples: Sequence[Example],
-    recipe: Recipe,
-    architecture: Architecture,
+    forwards: Sequence[Forward], examples: Sequence[Example], recipe: Recipe
 ) -> dict[str, Tensor]:
     """(1/B) Σ_i (1/d_i) Σ_t m_it x_it (semantics.md) for each x of `token_values`."""
     denominators, count = denominators_of(examples, recipe)
     means: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=recipe.dtype))
-    for example, denominator in zip(examples, denominators, strict=True):
+    for found, example, denominator in zip(forwards, examples, denominators, strict=True):
         trained = torch.tensor(example.mask, dtype=torch.bool)
         if not trained.any():
             continue
-        log_probs = response_log_probs(parameters, example, architecture)
+        log_probs = response_log_probs(found.logits, example)
         for name, values in token_values(log_probs, example, recipe.objective).items():
             means[name] = means[name] + values[trained].sum() / denominator / count
     return dict(means)
@@ -229,63 +246,10 @@ def denominators_of(examples: Sequence[Example], recipe: Recipe) -> tuple[list[f
     return [float(sums[key]) for key in keys], float(len(counted))
 
 
-def response_log_probs(
-    parameters: dict[str, Tensor], example: Example, architecture: Architecture
-) -> Tensor:
+def response_log_probs(logits: Tensor, example: Example) -> Tensor:
     """Log-probabilities from which every response token was drawn, [R, vocab]."""
-    logits = model_logits(parameters, torch.tensor(example.tokens), architecture)
     # The prediction of token t is made at position t - 1.
     return logits[len(example.tokens) - len(example.mask) - 1 : -1].log_softmax(-1)
-
-
-def model_logits(
-    parameters: dict[str, Tensor], tokens: Tensor, architecture: Architecture
-) -> Tensor:
-    """The GPT on one sequence: [T] token ids → [T, vocab] logits."""
-    stream = parameters["embedding.word_embeddings.weight"][tokens]
-    for layer in range(architecture.num_layers):
-        prefix = f"decoder.layers.{layer}."
-        own = {n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}
-        stream = stream + _attention(
-            _norm(stream, own["input_layernorm.weight"]), own, architecture
-        )
-        stream = stream + _swiglu(_norm(stream, own["pre_mlp_layernorm.weight"]), own)
-    stream = _norm(stream, parameters["decoder.final_layernorm.weight"])
-    return stream @ parameters["output_layer.weight"].T
-
-
-def _norm(stream: Tensor, weight: Tensor) -> Tensor:
-    return stream / torch.sqrt((stream**2).mean(-1, keepdim=True) + 1e-5) * weight
-
-
-def _attention(stream: Tensor, own: dict[str, Tensor], architecture: Architecture) -> Tensor:
-    length, groups, width = len(stream), architecture.query_groups, architecture.head_dim
-    per_group = architecture.heads // groups
-    # Megatron's rows: for each group its queries, then its key, then its value.
-    mixed = stream @ own["self_attention.linear_qkv.weight"].T
-    mixed = mixed.view(length, groups, per_group + 2, width).permute(1, 2, 0, 3)
-    query = _rotate(mixed[:, :per_group])
-    key = _rotate(mixed[:, per_group : per_group + 1])
-    scores = query @ key.transpose(-1, -2) / math.sqrt(width)
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    attended = scores.masked_fill(future, -math.inf).softmax(-1) @ mixed[:, per_group + 1 :]
-    merged = attended.permute(2, 0, 1, 3).reshape(length, -1)
-    return merged @ own["self_attention.linear_proj.weight"].T
-
-
-def _rotate(heads: Tensor) -> Tensor:
-    """Rotary embedding of [..., T, d]; angles in float32, as Megatron tabulates them."""
-    length, width = heads.shape[-2:]
-    frequencies = 1.0 / (10000 ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    cosine, sine = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
-    first, second = heads[..., : width // 2], heads[..., width // 2 :]
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
-
-
-def _swiglu(stream: Tensor, own: dict[str, Tensor]) -> Tensor:
-    gate, up = (stream @ own["mlp.linear_fc1.weight"].T).chunk(2, -1)
-    return (gate * torch.sigmoid(gate) * up) @ own["mlp.linear_fc2.weight"].T
 
 
 def _groups(parameters: dict[str, Tensor]) -> list[dict[str, object]]:

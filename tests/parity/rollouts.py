@@ -46,12 +46,13 @@ class Example:
 
 
 def make_steps(
-    sizes: Sequence[int] = STEP_SIZES, *, vocab: int = 128, seed: int = 0
+    sizes: Sequence[int] = STEP_SIZES, *, vocab: int = 128, seed: int = 0, trained: float = 0.8
 ) -> list[list[Example]]:
     """Rollouts of 1 to 4 samples each; lengths differ within a step; some masks are all zero.
 
     In every step the second rollout is trained nowhere, and one sample of a larger rollout has an
-    empty mask too. Two rollouts make a prompt group.
+    empty mask too. Two rollouts make a prompt group. `trained` is the share of a response's tokens
+    that are trained, the last one always.
     """
     draw = random.Random(seed)
     steps, rollout = [], 0
@@ -62,16 +63,19 @@ def make_steps(
         for k, fan_out in enumerate(fan_outs):
             for j in range(fan_out):
                 empty = k == 1 or (fan_out == 4 and j == 2)
-                step.append(_example(draw, lengths.pop(), rollout + k, vocab, empty=empty))
+                share = 0.0 if empty else trained
+                step.append(_example(draw, lengths.pop(), rollout + k, vocab, share))
         steps.append(step)
         rollout += size
     return steps
 
 
-def _example(draw: random.Random, length: int, rollout: int, vocab: int, *, empty: bool) -> Example:
+def _example(
+    draw: random.Random, length: int, rollout: int, vocab: int, trained: float
+) -> Example:
     response = draw.randint(1, length - 1)
-    mask = [0 if empty else int(draw.random() < 0.8) for _ in range(response)]
-    if not empty:
+    mask = [int(trained > 0 and draw.random() < trained) for _ in range(response)]
+    if trained:
         mask[-1] = 1
     # The last id is Megatron's end of document; keep clear of it.
     tokens = [draw.randrange(vocab - 1) for _ in range(length)]

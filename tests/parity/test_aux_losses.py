@@ -19,6 +19,7 @@ import pytest
 
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 from tests.cpu.training import train_ranks
+from tests.parity.test_layouts import Record
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
 KINDS = {
@@ -156,6 +157,12 @@ def applies(kind: str, cell: str) -> bool:
     return not (kind.startswith("mtp") and ("per-token" in cell or cell == "EP2"))
 
 
+def relative(ours: object, theirs: object) -> float:
+    """Largest relative difference; 0 of nothing."""
+    a, b = np.array(ours, dtype=np.float64), np.array(theirs, dtype=np.float64)
+    return float(np.max(np.abs(a - b) / np.where(b == 0, 1.0, np.abs(b)), initial=0.0))
+
+
 @pytest.fixture(scope="session")
 def aux_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("aux") / "rollouts"
@@ -166,11 +173,19 @@ def aux_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "kind, cell", [(kind, cell) for kind in KINDS for cell in CELLS if applies(kind, cell)]
 )
-def test_packing_padding_and_layout_change_nothing(aux_path: Path, kind: str, cell: str) -> None:
+def test_packing_padding_and_layout_change_nothing(
+    aux_path: Path, kind: str, cell: str, record: Record
+) -> None:
     rows, logged, biases = train_cell(aux_path, kind, 1, TOTAL, "", 1)
     assert logged or kind == "expert bias"
     ranks, cap, flags, cp = CELLS[cell]
     other_rows, other_logged, other_biases = train_cell(aux_path, kind, ranks, cap, flags, cp)
+    found = {
+        "loss and norm": relative(other_rows, rows),
+        "logged": relative(other_logged, logged),
+        "bias": relative(other_biases, biases),
+    }
+    record("auxiliary", f"{kind}, {cell}", found)
     np.testing.assert_allclose(other_rows, rows, rtol=2e-6)
     np.testing.assert_allclose(other_logged, logged, rtol=5e-6)  # seven printed digits
     np.testing.assert_allclose(other_biases, biases, rtol=1e-6)

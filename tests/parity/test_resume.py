@@ -27,6 +27,66 @@ STEPS = {
     "drop": (5, 5, 5, 5),
 }
 
+# After each step: batch, next step of it, rollouts trained, carried and dropped so far.
+CURSORS: dict[str, tuple[tuple[int, int, int, tuple[int, ...], int], ...]] = {
+    "partial": (
+        (0, 1, 5, (), 0), (0, 2, 10, (), 0), (1, 0, 12, (), 0),
+        (1, 1, 17, (), 0), (1, 2, 22, (), 0), (2, 0, 24, (), 0),
+    ),
+    "even": (
+        (0, 1, 4, (), 0), (0, 2, 8, (), 0), (1, 0, 12, (), 0),
+        (1, 1, 16, (), 0), (1, 2, 20, (), 0), (2, 0, 24, (), 0),
+    ),
+    "carry": (
+        (0, 1, 5, (), 0), (1, 0, 10, (10, 11), 0), (1, 1, 15, (10, 11), 0),
+        (2, 0, 20, (20, 21, 22, 23), 0), (3, 0, 24, (), 0),
+    ),
+    "drop": ((0, 1, 5, (), 0), (1, 0, 10, (), 2), (1, 1, 15, (), 2), (2, 0, 20, (), 4)),
+}  # fmt: skip
+
+
+def assert_cursors(
+    observed: Sequence[Observed], batches: Sequence[Sequence[Example]], leftover: str, steps: slice
+) -> None:
+    """Every field, on every rank, after each of these steps."""
+    carried_from = {e.rollout: b for b, batch in enumerate(batches) for e in batch}
+    expected_cursors = []
+    for batch, step, consumed, carried, dropped in CURSORS[leftover][steps]:
+        rows = [
+            (carried_from[rollout], row)
+            for rollout in carried
+            for row, e in enumerate(batches[carried_from[rollout]])
+            if e.rollout == rollout
+        ]
+        expected_cursors.append(
+            {
+                "batch_id": batch,
+                "step_index": step,
+                "carried": tuple(rows),
+                "consumed_rollouts": consumed,
+                "dropped_rollouts": dropped,
+                "empty_steps": 0,
+                "stale_rollouts": 0,
+                # Inside a batch its options are held fast, between batches there are none.
+                "step_options": {
+                    "rollouts_per_step": PER_STEP,
+                    "leftover": leftover,
+                    "loss_reduction": "rollout",
+                    "step_splitter": "rollouts",
+                }
+                if step
+                else None,
+            }
+        )
+    digests = [cursor["steps_digest"] for cursor in observed[0].cursors]
+    assert [digest is None for digest in digests] == [
+        not cursor["step_index"] for cursor in expected_cursors
+    ]
+    for one in observed:
+        assert [cursor["steps_digest"] for cursor in one.cursors] == digests
+        seen = [{k: v for k, v in c.items() if k != "steps_digest"} for c in one.cursors]
+        assert seen == expected_cursors
+
 
 @pytest.fixture(scope="module")
 def batches() -> list[list[Example]]:
@@ -92,7 +152,9 @@ def test_resumed_training_goes_on_at_the_next_rollout(
     reference = expected(batches, leftover)
     first = run(path, Layout(), leftover, save=tmp_path, save_interval=100, exit_interval=2)
     assert_equal(first, reference[:2])
+    assert_cursors(first, batches, leftover, slice(0, 2))
     second = run(path, Layout(), leftover, load=tmp_path)
+    assert_cursors(second, batches, leftover, slice(2, None))
     assert second[0].rows[0]["iteration"] == 3
     assert_equal(second, reference[2:])
 
@@ -102,8 +164,12 @@ def test_saved_under_one_layout_and_resumed_under_another(
 ) -> None:
     reference = expected(batches, "partial")
     save = {"save": tmp_path, "save_interval": 100, "exit_interval": 4}
-    assert_equal(run(path, Layout(dp=2), "partial", **save), reference[:4])
-    assert_equal(run(path, Layout(pp=2), "partial", load=tmp_path), reference[4:])
+    first = run(path, Layout(dp=2), "partial", **save)
+    assert_equal(first, reference[:4])
+    assert_cursors(first, batches, "partial", slice(0, 4))
+    second = run(path, Layout(pp=2), "partial", load=tmp_path)
+    assert_equal(second, reference[4:])
+    assert_cursors(second, batches, "partial", slice(4, None))
 
 
 def test_options_that_form_steps_must_not_change_inside_a_batch(path: Path, tmp_path: Path) -> None:

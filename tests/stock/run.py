@@ -2,7 +2,7 @@
 
 DIR is a checkout of Megatron-LM. Its pretrain_gpt.py is run under the launcher on the CPU, with
 the flag on, and so is examples/pretrain_gpt_sft.py on the Megatron that is installed: same
-rollouts, two processes, once data parallel and once as a pipeline. Every number that a step reports
+rollouts, one layout after the other, in two or four processes. Every number that a step reports
 must agree. docs/stock.md records commit and result.
 """
 
@@ -25,7 +25,18 @@ from megatron_dynbatch import RolloutDirectory, Sample
 from megatron_dynbatch.report import StepReport
 
 STEP_SIZES = (8, 5, 12, 3, 9, 8)
-LAYOUTS = {"DP2": 1, "PP2": 2}
+# Processes, and Megatron's options.
+LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
+    "DP2": (2, ()),
+    "TP2": (2, ("--tensor-model-parallel-size", "2")),
+    "CP2": (2, ("--context-parallel-size", "2")),
+    "PP2": (2, ("--pipeline-model-parallel-size", "2")),
+    "PP4": (4, ("--pipeline-model-parallel-size", "4")),
+    "PP2xVPP2": (
+        2,
+        ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"),
+    ),
+}
 TOLERANCE = 1e-5
 WIDTH = 128
 VOCAB_SIZE = 96
@@ -65,36 +76,38 @@ def write_rollouts(directory: Path) -> None:
     rollouts.finish()
 
 
-def megatron_arguments(pipeline_size: int, rollouts: Path, reports: Path) -> list[str]:
+def megatron_arguments(layout: str, rollouts: Path, reports: Path) -> list[str]:
     """A tiny GPT and the plugin's flags."""
     samples = str(sum(STEP_SIZES))
+    cap = WIDTH // (2 if layout == "CP2" else 1)
     return [
-        "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4",
+        "--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4",
         "--position-embedding-type", "rope", "--max-position-embeddings", str(WIDTH),
         "--attention-dropout", "0", "--hidden-dropout", "0",
         "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE),
-        "--pipeline-model-parallel-size", str(pipeline_size),
+        *LAYOUTS[layout][1],
         "--lr", "1e-2", "--min-lr", "0", "--lr-decay-style", "linear",
         "--train-samples", samples, "--lr-decay-samples", samples,
         "--eval-iters", "0", "--log-interval", "1",
         "--dynamic-global-batch", "--rollout-path", str(rollouts),
-        "--rollouts-per-step", "batch", "--max-tokens-per-gpu", str(WIDTH),
+        "--rollouts-per-step", "batch", "--max-tokens-per-gpu", str(cap),
         "--step-report", str(reports),
     ]  # fmt: skip
 
 
 def run_script(
-    script: Path, name: str, pipeline_size: int, folder: Path, python_path: Path | None
+    script: Path, name: str, layout: str, folder: Path, python_path: Path | None
 ) -> list[StepReport]:
     """Train with one script; returns its step reports."""
     reports: list[StepReport] = []
-    report_file = folder / f"{name}.jsonl"
-    arguments = megatron_arguments(pipeline_size, folder / "rollouts", report_file)
+    report_file = folder / f"{layout}-{name}.jsonl"
+    arguments = megatron_arguments(layout, folder / "rollouts", report_file)
     train(
         [str(script), *arguments],
         report_file,
-        folder / f"{name}.log",
+        folder / f"{layout}-{name}.log",
         reports.append,
+        num_processes=LAYOUTS[layout][0],
         environment={"PYTHONPATH": str(python_path)} if python_path else None,
     )
     return reports
@@ -155,9 +168,9 @@ def record(commit: str, results: Sequence[Result]) -> str:
         "",
         "Written by `make test-stock MEGATRON_LM=DIR`. The checkout's `pretrain_gpt.py`,",
         "unmodified, and `examples/pretrain_gpt_sft.py` on the installed megatron-core train the",
-        f"same rollouts, steps of {', '.join(map(str, STEP_SIZES))}, on two CPU processes. Loss,",
-        "gradient norm and learning rate of every step must agree within a relative",
-        f"{TOLERANCE:g}, counts exactly.",
+        f"same rollouts, steps of {', '.join(map(str, STEP_SIZES))}, on two or four CPU",
+        "processes. Loss, gradient norm and learning rate of every step must agree within a",
+        f"relative {TOLERANCE:g}, counts exactly.",
         "",
         f"* Megatron-LM commit: `{commit}`",
         f"* installed megatron-core: {version('megatron-core')}, torch {version('torch')}",
@@ -180,13 +193,11 @@ def compare(checkout: Path, folder: Path) -> list[Result]:
     bring_dataset_helpers(checkout)
     write_rollouts(folder / "rollouts")
     results = []
-    for layout, pipeline_size in LAYOUTS.items():
+    for layout in LAYOUTS:
         print(f"{layout}: pretrain_gpt.py of the checkout", flush=True)
-        stock = run_script(
-            checkout / "pretrain_gpt.py", f"{layout}-stock", pipeline_size, folder, checkout
-        )
+        stock = run_script(checkout / "pretrain_gpt.py", "stock", layout, folder, checkout)
         print(f"{layout}: {OURS.name}", flush=True)
-        ours = run_script(OURS, f"{layout}-ours", pipeline_size, folder, None)
+        ours = run_script(OURS, "ours", layout, folder, None)
         difference = relative_difference(stock, ours)
         print(f"{layout}: largest relative difference {difference:.1e}", flush=True)
         results.append(Result(layout, stock, ours, difference))
