@@ -10,9 +10,9 @@ trains the same samples in three arms, in changing order, by Megatron's own `tra
   (iii)  ours: the package's plan, micro-batches of their own width.
 
 All arms have the same model, attention and batches packed beforehand; wall time is taken between
-barriers. fill is samples' tokens over tokens laid out, so tokens/s(i) / fill(i) is what the hardware
-processes; the bar is 0.95 of that for ours, with pipelines times the ratio of the ideal bubbles
-M/(M + PP − 1). Exit code 1 if it is missed.
+barriers. fill is samples' tokens over tokens laid out, so tokens/s(i) / fill(i) is what the
+hardware processes; the bar is 0.95 of that for ours, with pipelines times the ratio of the ideal
+bubbles M/(M + PP − 1). Exit code 1 if it is missed.
 """
 
 from __future__ import annotations
