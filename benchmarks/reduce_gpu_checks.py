@@ -15,6 +15,7 @@ from megatron_dynbatch.reduce import (
     PolicyFormula,
     SegmentTable,
     limbs_to_float64,
+    policy_loss_sample_sums,
     policy_loss_sums,
     policy_reference,
     reference,
@@ -131,22 +132,31 @@ FORMULAS = [
 ] + [PolicyFormula(dual_clip=2.0)]
 
 
+def given_tensors(x: dict[str, Tensor], formula: PolicyFormula) -> dict[str, Tensor | None]:
+    """The optional tensors that a formula reads."""
+    return {
+        "ref_logp": x["ref_logp"] if formula.kl else None,
+        "rollout_logp": x["rollout_logp"] if formula.importance else None,
+        "entropy": x["entropy"],
+    }
+
+
 def run_policy(x: dict[str, Tensor], formula: PolicyFormula) -> tuple[dict[str, Tensor], Tensor]:
     """Sums and the gradient in the log-probs."""
     logp = x["logp"].clone().requires_grad_()
     sums = policy_loss_sums(
-        logp, x["old_logp"], x["advantages"], x["w"], formula,
-        ref_logp=x["ref_logp"] if formula.kl else None,
-        rollout_logp=x["rollout_logp"] if formula.importance else None,
-        entropy=x["entropy"],
-    )  # fmt: skip
+        logp, x["old_logp"], x["advantages"], x["w"], formula, **given_tensors(x, formula)
+    )
     (grad,) = torch.autograd.grad(sums["loss"], logp)
     return sums, grad
 
 
 def check_policy(device: torch.device, small: bool = False) -> int:
     """Every formula against the reference in float64; returns how many were compared."""
-    x = policy_inputs(device, 3000 if small else 100_000)
+    tokens = 3000 if small else 100_000
+    x = policy_inputs(device, tokens)
+    lengths = [tokens // 3, 0, 1, tokens - tokens // 3 - 1]
+    table = segment_table([n + 1 for n in lengths], lengths, layout="response")
     wide = {name: tensor.cpu().double() for name, tensor in x.items()}
     for formula in FORMULAS:
         sums, grad = run_policy(x, formula)
@@ -156,9 +166,31 @@ def check_policy(device: torch.device, small: bool = False) -> int:
                 scale = x["w"].sum().item()
                 error = abs(value.item() - right_sums[name].item()) / scale
                 assert error < 1e-5, f"{formula}: {name} off by {error:.1e} of Σ w"
+        check_sample_sums(x, wide, formula, table)
         near = torch.isclose(grad.cpu().double(), right_grad, rtol=1e-4, atol=1e-5)
         assert near.float().mean() > 0.999, f"{formula}: gradient"
     return len(FORMULAS)
+
+
+def check_sample_sums(
+    x: dict[str, Tensor], wide: dict[str, Tensor], formula: PolicyFormula, table: SegmentTable
+) -> None:
+    """Losses of each sample and the gradient through them, against float64."""
+    results = []
+    for tensors in (x, wide):
+        logp = tensors["logp"].clone().requires_grad_()
+        _, sums = policy_loss_sample_sums(
+            logp, tensors["old_logp"], tensors["advantages"], tensors["w"], formula, table,
+            **given_tensors(tensors, formula),
+        )  # fmt: skip
+        scale = torch.arange(1.0, table.num_samples + 1, dtype=torch.float64, device=logp.device)
+        (grad,) = torch.autograd.grad(sums["loss"] @ scale, logp)
+        results.append((sums["loss"].detach().cpu(), grad.cpu().double()))
+    (losses, grad), (right_losses, right_grad) = results
+    error = (losses - right_losses).abs().max().item() / wide["w"].sum().item()
+    assert error < 1e-5, f"{formula}: losses of samples off by {error:.1e} of Σ w"
+    near = torch.isclose(grad, right_grad, rtol=1e-4, atol=1e-5)
+    assert near.float().mean() > 0.999, f"{formula}: gradient through the sums of samples"
 
 
 def check_bits(device: torch.device, runs: int = 100) -> int:

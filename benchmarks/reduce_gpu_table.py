@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.reduce_cpu import Case
 from benchmarks.reduce_gpu_checks import policy_inputs
+from megatron_dynbatch.logprob import vocab_parallel_logprob_entropy
 from megatron_dynbatch.reduce import PolicyFormula, policy_loss_sums
 
 SHAPES = [(b, t, k) for t in (6144, 49152, 262144) for b in (8, 64, 256) for k in (1, 8)]
@@ -135,3 +136,41 @@ def policy(device: torch.device) -> list[str]:
         ]  # fmt: skip
         rows.append(f"| {' | '.join(cells)} |")
     return rows
+
+
+def from_logits(device: torch.device, tokens: int = 8192, vocabulary: int = 32_768) -> list[str]:
+    """Rows: log-probs and policy loss from logits in bf16, ours and liger-kernel's GRPO loss."""
+    ids = torch.randint(vocabulary, (tokens,), device=device)
+    x = {k: torch.nan_to_num(v) for k, v in policy_inputs(device, tokens).items()}
+    advantage = torch.ones(1, device=device)
+    logits = torch.randn(tokens, vocabulary, device=device).bfloat16().requires_grad_()
+
+    def ours() -> Tensor:
+        logp, _ = vocab_parallel_logprob_entropy(logits, ids)
+        old, advantages = x["old_logp"], advantage.expand(tokens).contiguous()
+        sums = policy_loss_sums(logp, old, advantages, x["w"], PolicyFormula())
+        return torch.autograd.grad(sums["loss"], logits)[0]
+
+    rows = ["| T | V | | µs | launches |", "|---|---|---|---|---|"]
+    contenders: dict[str, Callable[[], Tensor]] = {"ours": ours}
+    try:
+        from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+    except ImportError:
+        missing = "liger-kernel is not installed"
+    else:
+        missing = ""
+        mask = (x["w"] != 0).long()[None]
+        one_more = torch.cat([logits.detach(), logits.detach()[:1]])[None].requires_grad_()
+
+        def liger() -> Tensor:
+            losses, *_ = triton_grpo_loss(
+                one_more, x["old_logp"][None], None, ids[None], advantage, mask,
+                temperature=1.0, beta=0.0, eps_low=0.2, eps_high=0.2, inplace=False, reduce=False,
+            )  # fmt: skip
+            return torch.autograd.grad((losses[0] * x["w"].float()).sum(), one_more)[0]
+
+        contenders["liger-kernel, triton_grpo_loss"] = liger
+    for name, run in contenders.items():
+        cells = f"{microseconds(run, 20):.0f} | {kernel_launches(run)}"
+        rows.append(f"| {tokens} | {vocabulary} | {name} | {cells} |")
+    return [*rows, "", missing] if missing else rows
