@@ -1,6 +1,5 @@
 """The policy and SFT losses against formulas written independently, and their limits."""
 
-import math
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from megatron_dynbatch.losses.kl import kl_to_reference
 from megatron_dynbatch.losses.surrogates import policy_terms
 from megatron_dynbatch.rollouts import Sample
 from tests.layout.helpers import plan_of
+from tests.reduce.policy_cases import CLIPPED_SURROGATE, EXPECTED_KL, POLICY, REFERENCE
 
 INF = float("inf")
 
@@ -27,22 +27,7 @@ def micro_batch(mask, reduction="token", **columns):
 
 @pytest.mark.parametrize(
     ("log_ratio", "advantage", "dual", "loss", "slope"),
-    [
-        # Inside the clip: −A·r and its derivative −A·r.
-        (math.log(1.1), 2.0, None, -2.2, -2.2),
-        # Clipped above with A > 0, below with A < 0: constant.
-        (math.log(2.0), 1.0, None, -1.28, 0.0),
-        (math.log(0.5), -1.0, None, 0.8, 0.0),
-        # Outside on the harmful side the clip does nothing: −A·r.
-        (math.log(2.0), -1.0, None, 2.0, 2.0),
-        (math.log(0.5), 1.0, None, -0.5, -0.5),
-        # Dual clip caps it at −c·A.
-        (math.log(5.0), -1.0, 3.0, 3.0, 0.0),
-        (math.log(2.0), -1.0, 3.0, 2.0, 2.0),
-        # A log-ratio of 100 is clamped to 20 before exp.
-        (100.0, -1.0, None, math.exp(20), 0.0),
-        (100.0, -1.0, 3.0, 3.0, 0.0),
-    ],
+    CLIPPED_SURROGATE,
 )
 def test_clipped_surrogate(log_ratio, advantage, dual, loss, slope):
     log_probs = one(log_ratio).requires_grad_()
@@ -55,13 +40,11 @@ def test_clipped_surrogate(log_ratio, advantage, dual, loss, slope):
     assert terms.ratio_clamped.item() == (log_ratio == 100.0)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_estimators_are_unbiased_or_as_published(estimator):
-    # Exact expectation over a three-token vocabulary; k2 is a biased one with a known value.
-    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.4, 0.2])
-    values = kl_to_reference(torch.tensor(np.log(p)), torch.tensor(np.log(q)), estimator).numpy()
-    exact = {"k1": p @ np.log(p / q), "k3": p @ np.log(p / q), "k2": p @ np.log(p / q) ** 2 / 2}
-    assert p @ values == pytest.approx(exact[estimator], rel=1e-12)
+@pytest.mark.parametrize("estimator", EXPECTED_KL)
+def test_kl_estimators_in_expectation(estimator):
+    log_p, log_q = (torch.tensor(p).log() for p in (POLICY, REFERENCE))
+    values = kl_to_reference(log_p, log_q, estimator).numpy()
+    assert POLICY @ values == pytest.approx(EXPECTED_KL[estimator], rel=1e-12)
 
 
 def test_policy_sums_follow_the_formula():

@@ -17,6 +17,7 @@ from megatron_dynbatch.reduce import (
     segment_table,
 )
 from megatron_dynbatch.reduce.ops import OPS
+from tests.reduce.policy_cases import CLIPPED_SURROGATE, EXPECTED_KL, POLICY, REFERENCE
 
 NAN, INF = math.nan, math.inf
 
@@ -27,22 +28,7 @@ def f32(*values):
 
 @pytest.mark.parametrize(
     ("log_ratio", "advantage", "dual", "loss", "slope"),
-    [
-        # Inside the clip: −A·r and its derivative −A·r.
-        (math.log(1.1), 2.0, None, -2.2, -2.2),
-        # Clipped above with A > 0, below with A < 0: constant.
-        (math.log(2.0), 1.0, None, -1.28, 0.0),
-        (math.log(0.5), -1.0, None, 0.8, 0.0),
-        # Outside on the harmful side the clip does nothing: −A·r.
-        (math.log(2.0), -1.0, None, 2.0, 2.0),
-        (math.log(0.5), 1.0, None, -0.5, -0.5),
-        # Dual clip caps it at −c·A.
-        (math.log(5.0), -1.0, 3.0, 3.0, 0.0),
-        (math.log(2.0), -1.0, 3.0, 2.0, 2.0),
-        # A log-ratio of 100 is clamped to 20 before exp.
-        (100.0, -1.0, None, math.exp(20), 0.0),
-        (100.0, -1.0, 3.0, 3.0, 0.0),
-    ],
+    CLIPPED_SURROGATE,
 )
 def test_clipped_surrogate(log_ratio, advantage, dual, loss, slope):
     log_probs = f32(log_ratio).requires_grad_()
@@ -55,16 +41,14 @@ def test_clipped_surrogate(log_ratio, advantage, dual, loss, slope):
     assert sums["ratio_clamped"].item() == (log_ratio == 100.0)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", EXPECTED_KL)
 def test_kl_estimators_in_expectation(estimator):
-    # Over a vocabulary of three; k1 and k3 are unbiased, k2 has a known bias.
-    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.4, 0.2])
+    p = torch.tensor(POLICY)
     sums = policy_loss_sums(
-        torch.tensor(np.log(p)), torch.tensor(np.log(p)), torch.zeros(3), torch.tensor(p),
-        PolicyFormula(kl=estimator), ref_logp=torch.tensor(np.log(q)),
+        p.log(), p.log(), torch.zeros(3), p,
+        PolicyFormula(kl=estimator), ref_logp=torch.tensor(REFERENCE).log(),
     )  # fmt: skip
-    exact = {"k1": p @ np.log(p / q), "k3": p @ np.log(p / q), "k2": p @ np.log(p / q) ** 2 / 2}
-    assert sums["kl"].item() == pytest.approx(exact[estimator], rel=1e-12)
+    assert sums["kl"].item() == pytest.approx(EXPECTED_KL[estimator], rel=1e-12)
     assert sums["loss"].item() == 0.0  # no coefficient: reported, not part of the loss
 
 
