@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -15,10 +16,35 @@ from megatron_dynbatch.cpu.swap import swap
 
 def install_collectives() -> None:
     """Make torch.distributed on gloo serve Megatron as NCCL does."""
+    _groups_share_a_device()
     _exchange_takes_tensor_sizes()
     _gather_takes_unequal_parts()
     _reduce_scatter_takes_unequal_parts()
     _send_keeps_its_buffer()
+
+
+def _groups_share_a_device() -> None:
+    """Give all process groups of a process one gloo device.
+
+    By default each has its own, whose thread wakes up a hundred times a second: with Megatron's
+    thirty groups and several ranks to a core that is a good part of the machine.
+    """
+    own_devices: Any = distributed_c10d.ProcessGroupGloo
+
+    class SharedDeviceGloo(own_devices):
+        def __init__(
+            self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any
+        ) -> None:
+            options = own_devices._Options()
+            options._devices = [_device()]
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    @functools.cache  # made in the process that uses it, not in the server it was forked from
+    def _device() -> Any:
+        return own_devices.create_default_device()
+
+    swap(distributed_c10d, "ProcessGroupGloo", SharedDeviceGloo)
 
 
 def _exchange_takes_tensor_sizes() -> None:

@@ -21,13 +21,19 @@ _KEPT: tuple[tuple[str, str, Any], ...] = (
 def reset_megatron() -> None:
     """Forget the last training, so that this process can call pretrain again.
 
-    Clears parallel state, arguments, timers, tokenizer, micro-batch calculator, random states,
-    rerun state machine and counters. The default process group stays; Megatron uses it again.
+    Clears parallel state with its process groups, arguments, timers, tokenizer, micro-batch
+    calculator, random states, rerun state machine and counters. The default process group stays;
+    Megatron uses it again.
     """
-    from megatron.core import mpu
+    import torch.distributed as dist
+    from megatron.core import mpu, parallel_state
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.training.global_vars import destroy_global_vars
 
+    # Megatron forgets its groups; until they are destroyed, each keeps threads and sockets.
+    for group in parallel_state._global_process_group_list or ():
+        if isinstance(group, dist.ProcessGroup):
+            dist.destroy_process_group(group)
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     destroy_global_vars()
