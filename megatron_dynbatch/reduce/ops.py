@@ -127,73 +127,43 @@ for _name, _function in _TORCH.items():
     LIBRARY.impl(_name, _on_cuda(_name), "CUDA")
 
 
-def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return torch.library.register_fake(f"megatron_dynbatch::{name}", lib=LIBRARY)
+def _spread_like(grad: Tensor, *rest: Any) -> Tensor:
+    """[K, T] for the gradient of totals [K]; w [T] comes first, or after that of samples [K, B]."""
+    w = next(t for t in rest if t.dim() == 1)
+    return w.new_empty((grad.shape[0], w.shape[0]), dtype=rest[-1])
 
 
-@_fake("weighted_sums")
-def _(x: Tensor, w: Tensor) -> Tensor:
-    return w.new_empty(x.shape[0])
-
-
-@_fake("weighted_sums_backward")
-def _(grad: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
-    return w.new_empty((grad.shape[0], w.shape[0]), dtype=dtype)
-
-
-@_fake("token_weights")
-def _(
-    masks: Tensor,
-    denoms: Tensor,
-    pieces: Tensor,
-    sources: Tensor | None,
-    samples: Tensor | None,
-    num_tokens: int,
-) -> Tensor:
-    return denoms.new_empty(num_tokens)
-
-
-@_fake("segment_sums")
-def _(
-    x: Tensor, w: Tensor, pieces: Tensor, samples: Tensor | None, num_samples: int
-) -> tuple[Tensor, Tensor]:
-    return w.new_empty(x.shape[0]), w.new_empty(x.shape[0], num_samples)
-
-
-@_fake("segment_sums_backward")
-def _(
-    grad_total: Tensor,
-    grad_samples: Tensor,
-    w: Tensor,
-    pieces: Tensor,
-    samples: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return w.new_empty((grad_total.shape[0], w.shape[0]), dtype=dtype)
-
-
-@_fake("exact_sums")
-def _(x: Tensor, w: Tensor) -> Tensor:
-    return w.new_empty((x.shape[0], 3), dtype=torch.int64)
-
-
-@_fake("exact_segment_sums")
-def _(
-    x: Tensor, w: Tensor, pieces: Tensor, samples: Tensor | None, num_samples: int
-) -> tuple[Tensor, Tensor]:
-    return (
-        w.new_empty((x.shape[0], 3), dtype=torch.int64),
-        w.new_empty((x.shape[0], num_samples, 3), dtype=torch.int64),
-    )
-
-
-@_fake("policy_loss")
-def _(
+def _policy_like(
     logp: Tensor, old: Tensor, advantages: Tensor, w: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(logp.dtype, torch.float32)
     rows = len(policy_reference.METRICS)
     return w.new_empty(rows), torch.empty_like(logp, dtype=dtype), w.new_empty(rows, rest[-1])
+
+
+def _limbs(w: Tensor, *shape: int) -> Tensor:
+    return w.new_empty((*shape, 3), dtype=torch.int64)
+
+
+# Results of the right shape, dtype and device, for compilers.
+_FAKES: dict[str, Callable[..., Any]] = {
+    "weighted_sums": lambda x, w: w.new_empty(x.shape[0]),
+    "weighted_sums_backward": _spread_like,
+    "token_weights": lambda masks, denoms, *rest: denoms.new_empty(rest[-1]),
+    "segment_sums": lambda x, w, *rest: (
+        w.new_empty(x.shape[0]),
+        w.new_empty(x.shape[0], rest[-1]),
+    ),
+    "segment_sums_backward": _spread_like,
+    "exact_sums": lambda x, w: _limbs(w, x.shape[0]),
+    "exact_segment_sums": lambda x, w, *rest: (
+        _limbs(w, x.shape[0]),
+        _limbs(w, x.shape[0], rest[-1]),
+    ),
+    "policy_loss": _policy_like,
+}
+for _name, _function in _FAKES.items():
+    torch.library.register_fake(f"megatron_dynbatch::{_name}", _function, lib=LIBRARY)
 
 
 OPS = torch.ops.megatron_dynbatch

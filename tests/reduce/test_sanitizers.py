@@ -6,11 +6,12 @@ import subprocess
 import pytest
 import torch
 
-from megatron_dynbatch.reduce import kernels
+from megatron_dynbatch.reduce import PolicyFormula, kernels, ops
 from tests.reduce.emulator import emulator as emulation
 from tests.reduce.test_kernels_on_host import ORDERS, assert_equal, random_batch, run_everything
+from tests.reduce.test_policy_loss import TABLE, inputs
 
-SMALL = r"float32(_8)?,|token_weights"
+SMALL = r"float32(_8)?,|token_weights|policy_loss"
 BARRIER = ("common.cuh", "    __syncthreads();\n    Sum result;", "    Sum result;")
 ARRIVAL = (
     "segments.cuh",
@@ -38,6 +39,14 @@ def build(tmp_path, start):
 def test_clean_under_sanitizers(build, sanitizer):
     build(sanitizer)
     assert_equal(run_everything(*random_batch(3, 2, 1, 2, longest=300)))
+    x, w = inputs(torch.float32)
+    index = TABLE.on(torch.device("cpu"))
+    arguments = (x["logp"], x["old"], x["advantages"], w, x["ref"], x["rollout"], x["entropy"])
+    arguments += PolicyFormula(kl="k3", kl_coef=0.1, importance="mask").scalars()
+    arguments += (index.pieces, index.samples, TABLE.num_samples)
+    got, right = kernels.policy_loss(*arguments), ops._TORCH["policy_loss"](*arguments)
+    for a, b in zip(got, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_missing_barrier_is_found_by_an_order_that_starves_a_warp(build):
