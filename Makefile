@@ -3,13 +3,14 @@
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := megatron,demo,plot,ray,test
+EXTRAS := megatron,demo,plot,ray,completion,docs,test
 INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install test lint demo parity test-versions test-stock gpu-check bench-plan anneal clean
+.PHONY: help install test lint demo docs parity test-versions test-stock gpu-check bench-plan anneal \
+  report-check package-check clean
 
 # Other releases that the tests train with; each lies in a folder of its own, torch is shared.
 OTHER_MEGATRONS := $(addprefix $(VENV)/megatron-core-,0.17.1 0.18.2)
@@ -45,6 +46,15 @@ demo: $(INSTALLED)  ## reinforcement learning on two CPU processes; SEEDS=3 LAYO
 
 gpu-check: $(INSTALLED)  ## kernels against float64 on this machine's GPU, and their speed
 	$(BIN)/python -m benchmarks.gpu_check
+
+docs: $(INSTALLED)  ## the documentation as a site in site/; a dead link is an error
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+report-check: $(INSTALLED)  ## RUN=DIR: the report page in headless Chromium at two widths
+	$(BIN)/python -m tests.browser.check_report $(RUN)
+
+package-check: $(INSTALLED)  ## sdist and wheel; the wheel in clean environments, with extras and without
+	$(BIN)/python -m tests.package.check
 
 PEERS := runs/peers
 

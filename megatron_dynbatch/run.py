@@ -26,6 +26,10 @@ usage: python -m megatron_dynbatch.run [--cpu] script.py [arguments of the scrip
   --module NAME    run a module instead of a file, like python -m
   -h, --help       show this (after the script's name: the script's own help)
 """
+EXAMPLES = """\
+  torchrun --nproc-per-node 8 -m megatron_dynbatch.run pretrain_gpt.py --dynamic-global-batch \\
+      --rollout-path DIR --rollouts-per-step 64 --max-tokens-per-gpu 8192 ...
+  megatron-dynbatch run --cpu examples/sft_varlen.py --help     # Megatron's flags, and ours"""
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{USAGE}\nerror: {error}", file=sys.stderr)
         return 2
     if launch is None:
-        print(USAGE, end="")
+        print(f"{USAGE}\nexamples:\n{EXAMPLES}")
         return 0
     # A script inside a Megatron checkout must find that Megatron, and so must the hooks.
     with seen_by_target(launch):

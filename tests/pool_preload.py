@@ -1,5 +1,6 @@
 """What the fork server of `tests.pool` imports once for all ranks."""
 
+import argparse
 import contextlib
 import os
 
@@ -14,3 +15,7 @@ with open(os.devnull, "w") as silence, contextlib.redirect_stderr(silence):
 
     torch.set_num_threads(1)
     cpu.enable()
+    from megatron.training import arguments as megatron_arguments
+
+    # What building the parser once leaves remembered is there in every process forked from here.
+    megatron_arguments.add_megatron_arguments(argparse.ArgumentParser())

@@ -16,13 +16,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from examples.demo.charts import draw_plan, draw_steps
+from examples.demo.charts import TITLE, draw_steps
 from examples.demo.control import control_lines, fixed_batch_control
-from examples.demo.html_report import write_html
 from examples.demo.results import print_table, rise, step_rows
 from examples.demo.runs import LAYOUTS, SeedRun, Settings
 from examples.demo.training import TrainingFailed, read_json_lines
 from megatron_dynbatch import RolloutDirectory
+from megatron_dynbatch.cli.report import SAMPLES_TEXT
+from megatron_dynbatch.cli.report_charts import draw_samples
+from megatron_dynbatch.cli.report_page import section, write_page
 from megatron_dynbatch.plan import Plan, make_plan
 
 
@@ -95,9 +97,13 @@ def show(out: Path, runs: list[SeedRun], seconds: float) -> None:
         "control": control,
     }  # fmt: skip
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    draw_steps(rows, out / "steps.png")
+    rewards = {
+        seed: ([row["iteration"] for row in own], [row["reward"] for row in own])
+        for seed, own in rows.items()
+    }
+    draw_steps(rewards, first.reports(), out / "steps.png")
     plan_step = draw_largest_plan(first, out / "plan.png")
-    write_page(out, first, plan_step, control_lines(control), first_rows, risen[first.seed])
+    write_html(out, first, plan_step, control_lines(control), first_rows, risen[first.seed])
     print(f"summary.json, steps.png, plan.png and report.html are in {out}")
 
 
@@ -105,7 +111,7 @@ def draw_largest_plan(run: SeedRun, path: Path) -> int:
     """Draw the plan of the step with most samples; returns its iteration."""
     report = max(run.reports(), key=lambda r: r.num_samples)
     plan = plan_of(run, report.batch_id)
-    draw_plan(plan, report.step_index, path)
+    draw_samples(plan, report.step_index, path)
     return report.iteration
 
 
@@ -115,7 +121,7 @@ def plan_of(run: SeedRun, batch_id: int) -> Plan:
     return make_plan(index, LAYOUTS[run.settings.layout], run.settings.plan_options)
 
 
-def write_page(
+def write_html(
     out: Path,
     run: SeedRun,
     plan_step: int,
@@ -126,8 +132,14 @@ def write_page(
     """Write report.html."""
     reports = run.reports()
     sizes = [r.step_global_batch_size for r in reports]
-    write_html(
+    steps = section("", png=out / "steps.png", alt="reward, size and fill of the steps")
+    plan = section(
+        f"The plan of one step ({plan_step})", text=SAMPLES_TEXT, png=out / "plan.png",
+        alt="samples of each micro-batch",
+    )  # fmt: skip
+    write_page(
         out / "report.html",
+        title=TITLE,
         subtitle=f"Spelling words backward; Megatron on two CPU processes, {run.settings.layout}",
         figures={
             "mean reward, first → last fifth": f"{risen[0]:.2f} → {risen[1]:.2f}",
@@ -136,13 +148,14 @@ def write_page(
             "samples": f"{sum(r.num_samples for r in reports):,}",
             "dummy micro-batches": str(sum(r.num_dummies for r in reports)),
         },
-        steps_png=out / "steps.png",
-        plan_png=out / "plan.png",
-        plan_step=plan_step,
-        control=control,
-        seed=run.seed,
-        rows=rows,
-    )
+        sections=[
+            steps, plan,
+            section("The same rollouts in a fixed global batch", points=control),
+        ],
+        reports=reports,
+        rewards={row["batch_id"]: row["reward"] for row in rows},
+        table_title=f"All steps (seed {run.seed})",
+    )  # fmt: skip
 
 
 def main() -> int:

@@ -10,21 +10,23 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
+from megatron_dynbatch.cli.console import styled
 from megatron_dynbatch.cli.environment import Check, environment
 
 DESCRIPTION = """\
 Shows versions, every place of Megatron that the plugin hooks into, and who else changed it. With
 the arguments of a training after --, also what would be refused. Exit code 1 if there is a problem.
 """
+EXAMPLES = """\
+  megatron-dynbatch doctor
+  megatron-dynbatch doctor --cpu --import other_plugin
+  megatron-dynbatch doctor -- --dynamic-global-batch --rollout-path DIR --rollouts-per-step 64 \\
+      --max-tokens-per-gpu 8192 --num-experts 8"""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "doctor", help="versions, sites, other plugins, refused flags", description=DESCRIPTION
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the subcommand."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--cpu", action="store_true", help="as under megatron_dynbatch.run --cpu")
     parser.add_argument(
@@ -34,7 +36,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "arguments", nargs="*", metavar="-- ARGUMENTS", help="arguments of the pretrain script"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -169,4 +170,5 @@ def as_text(report: dict[str, list[Check]], problems: Sequence[str | None]) -> s
 
 
 def _line(check: Check, width: int) -> str:
-    return f"  {'!!' if check.problem else 'ok'}  {check.name:<{width}}  {check.found}"
+    mark = styled("!!", "bold red") if check.problem else styled("ok", "green")
+    return f"  {mark}  {check.name:<{width}}  {check.found}"

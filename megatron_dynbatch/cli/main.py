@@ -1,16 +1,49 @@
-"""``megatron-dynbatch``: one subcommand per module of this package."""
+"""``megatron-dynbatch``: one subcommand per module of this package.
+
+Only the module of the subcommand that was asked for is imported, so that help and mistakes answer
+at once. Each module has DESCRIPTION and EXAMPLES for its help, ``add_arguments(parser)``, and
+``run(args)``, which returns the exit code.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatron_dynbatch._version import __version__
-from megatron_dynbatch.cli import doctor, patch, plan, sites, verify
 
-# Each has add_parser(subparsers), which sets `run`, a function from arguments to exit code.
-COMMANDS = (plan, verify, doctor, patch, sites)
+
+class Command(NamedTuple):
+    """A subcommand: the module it lives in, and its line in the list of commands."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "run": Command("launch", "run a pretrain script with the plugin, on GPUs or on a CPU"),
+    "plan": Command("plan", "what a batch of rollouts becomes under a parallel layout"),
+    "fit-cost": Command("fit_cost", "fit the planner's cost model to measured times"),
+    "verify": Command("verify", "is a script's loss the same however its data are split?"),
+    "report": Command("report", "pictures and one HTML page about a training run"),
+    "doctor": Command("doctor", "versions, hooks, other plugins, refused flags"),
+    "patch": Command("patch", "the hooks as a source patch for a Megatron-LM checkout"),
+    "sites": Command("sites", "which hooked places moved in another Megatron-LM tree"),
+    "completion": Command("completion", "shell code that completes commands and flags"),
+}
+
+EXAMPLES = """\
+examples:
+  megatron-dynbatch doctor
+  megatron-dynbatch plan --distribution C --agentic --dp 8 --rollouts-per-step 64
+  megatron-dynbatch report runs/demo/seed-1
+
+COMMAND --help has more. Errors are one line; --debug adds where they come from.
+Exit codes: 0 all is well, 1 something was found, 2 wrong usage, 3 a fault of the program."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,40 +53,79 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; those of the process if None.
 
     Returns:
-        Exit code: 0 if all is well, 1 if the command found something wrong, 2 for wrong usage.
+        Exit code: 0 if all is well, 1 if the command found something wrong, 2 for wrong usage or
+        input, 3 for a fault of the program itself.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["run"]:
-        return _launch(given[1:])
-    args = _parser().parse_args(given)
+    if given[:1] == ["run"]:  # what follows is Megatron's and the script's
+        return importlib.import_module("megatron_dynbatch.cli.launch").launch(given[1:])
+    parser = build_parser(given)
+    if "_ARGCOMPLETE" in os.environ:
+        _complete(build_parser(COMMANDS))
+    args = parser.parse_args(given)
     try:
         return int(args.run(args))
-    except ValueError as error:
-        print(f"megatron-dynbatch {args.command}: {error}", file=sys.stderr)
-        return 2
+    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if args.debug:
+            raise
+        return _tell(args.command, error)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser(words: Sequence[str] | dict[str, Command]) -> argparse.ArgumentParser:
+    """The parser.
+
+    Args:
+        words: Subcommands among them get their arguments; the others stand in the list only.
+    """
     parser = argparse.ArgumentParser(
-        prog="megatron-dynbatch", description="Tools of megatron_dynbatch."
+        prog="megatron-dynbatch",
+        description="Megatron-LM training in which every step has its own global batch size.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "run", help="run a pretrain script with the plugin, like python -m megatron_dynbatch.run"
-    )
-    for command in COMMANDS:
-        command.add_parser(commands)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        if name not in words:
+            commands.add_parser(name, help=command.help)
+            continue
+        module = importlib.import_module(f"megatron_dynbatch.cli.{command.module}")
+        own = commands.add_parser(
+            name,
+            help=command.help,
+            description=module.DESCRIPTION,
+            epilog="examples:\n" + module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        own.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+        module.add_arguments(own)
+        own.set_defaults(run=module.run)
     return parser
 
 
-def _launch(argv: Sequence[str]) -> int:
-    from megatron_dynbatch import run
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer the shell that asks for completions; ends the process."""
+    import argcomplete
 
-    # What python -m puts there; a console script has the folder of the command instead.
-    if not sys.flags.safe_path:
-        sys.path[0] = ""
-    return run.main(argv)
+    argcomplete.autocomplete(parser)
+
+
+def _tell(command: str, error: Exception) -> int:
+    """One line about an error; returns the exit code."""
+    text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    expected = isinstance(error, (ValueError, OSError, ImportError))
+    if not expected:
+        text = f"{type(error).__name__}: {text} (a fault of the program; --debug shows where)"
+    print(f"megatron-dynbatch {command}: {text}", file=sys.stderr)
+    return 2 if expected else 3
 
 
 if __name__ == "__main__":

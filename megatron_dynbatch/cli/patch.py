@@ -5,24 +5,24 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from megatron_dynbatch.cli import source_patch
-from megatron_dynbatch.cli.tree import Tree, without_patch
-from megatron_dynbatch.hooks.sites import SiteError
+if TYPE_CHECKING:
+    from megatron_dynbatch.cli.tree import Tree
 
 DESCRIPTION = """\
 Writes a unified diff that puts the plugin's hook calls into the source of a Megatron-LM checkout,
 for those who do not want functions changed at run time. It only adds lines. Apply it with
 --apply, or with `git apply --unidiff-zero` to exactly this checkout.
 """
+EXAMPLES = """\
+  megatron-dynbatch patch Megatron-LM > dynbatch.patch
+  megatron-dynbatch patch Megatron-LM --apply
+  megatron-dynbatch patch Megatron-LM --check"""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "patch", help="hook calls as a source patch for a checkout", description=DESCRIPTION
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the subcommand."""
     parser.add_argument("checkout", type=Path, help="folder that contains megatron/")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--apply", action="store_true", help="change the files; renews an old one")
@@ -30,11 +30,15 @@ def add_parser(subparsers: Any) -> None:
     action.add_argument(
         "--check", action="store_true", help="exit code 0 if the checkout carries this very patch"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print, apply, revert or check the patch."""
+    # The table of hooks imports torch, which takes seconds: help must not wait for it.
+    from megatron_dynbatch.cli import source_patch
+    from megatron_dynbatch.cli.tree import Tree
+    from megatron_dynbatch.hooks.sites import SiteError
+
     if args.revert:
         return _revert(args.checkout)
     tree = Tree(args.checkout)
@@ -70,6 +74,8 @@ def _check(tree: Tree, patched: dict[str, str]) -> int:
 
 def _revert(checkout: Path) -> int:
     """Take inserted lines out of every file, whatever version of the plugin put them there."""
+    from megatron_dynbatch.cli.tree import Tree, without_patch
+
     Tree(checkout)  # raises if it is something else
     reverted = 0
     for path in sorted((checkout / "megatron").rglob("*.py")):

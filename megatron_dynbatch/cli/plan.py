@@ -12,7 +12,6 @@ from typing import Any
 from megatron_dynbatch.cli.plan_input import read_index
 from megatron_dynbatch.plan import CostModel, ParallelLayout, Plan, PlanOptions, make_plan
 from megatron_dynbatch.plan.distributions import DISTRIBUTIONS
-from megatron_dynbatch.plan.model_cost import fit_cost
 from megatron_dynbatch.plan.options import (
     EMPTY_ROLLOUT_POLICIES,
     LEFTOVER_POLICIES,
@@ -30,17 +29,15 @@ fewest that any packing could need; balance is the most loaded rank over the bou
 placement; lock-step is what ranks pay that wait for each other at every micro-batch. Times are
 in the unit of the cost model.
 """
-FIT_DESCRIPTION = """\
-Fits alpha, beta and gamma of the cost model to measured times: JSONL with a row per micro-batch,
-{"lengths": [tokens of each sample], "seconds": time}. Prints the options for `plan`.
-"""
+EXAMPLES = """\
+  megatron-dynbatch plan --rollouts DIR --max-tokens-per-gpu 8192 --dp 8 --rollouts-per-step 64
+  megatron-dynbatch plan --lengths lengths.jsonl --max-tokens-per-gpu 16384 --dp 4 --pp 2
+  megatron-dynbatch plan --distribution C --num-samples 512 --agentic --dp 8 --cp 2 --json
+  megatron-dynbatch plan --distribution C --agentic --dp 4 --pp 2 --plot plan.png --step 0"""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommands `plan` and `fit-cost`."""
-    parser = subparsers.add_parser(
-        "plan", help="what a batch becomes under a layout", description=DESCRIPTION
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the subcommand."""
     _add_input(parser)
     _add_layout(parser)
     _add_options(parser)
@@ -49,12 +46,6 @@ def add_parser(subparsers: Any) -> None:
     output.add_argument("--plan-json", type=Path, metavar="FILE", help="write the plan itself")
     output.add_argument("--plot", type=Path, metavar="PNG", help="ranks × time, as a picture")
     output.add_argument("--step", type=int, default=0, help="the step to plot")
-    parser.set_defaults(run=run)
-    fit = subparsers.add_parser(
-        "fit-cost", help="fit the cost model to measured times", description=FIT_DESCRIPTION
-    )
-    fit.add_argument("times", type=Path, metavar="JSONL")
-    fit.set_defaults(run=run_fit)
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
@@ -119,22 +110,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_as_json(plan, steps, took), indent=1))
     else:
         _print_table(plan, steps, took)
-    return 0
-
-
-def run_fit(args: argparse.Namespace) -> int:
-    """Fit a cost model and print it as options."""
-    micro_batches: list[list[int]] = []
-    times: list[float] = []
-    for number, line in enumerate(args.times.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            micro_batches.append([int(length) for length in row["lengths"]])
-            times.append(float(row["seconds"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{args.times}, line {number}: {error!r}") from error
-    cost = fit_cost(micro_batches, times)
-    print(f"--cost-alpha {cost.alpha:g} --cost-beta {cost.beta:g} --cost-gamma {cost.gamma:g}")
     return 0
 
 
@@ -223,6 +198,8 @@ def _plot(plan: Plan, steps: list[StepSummary], number: int, path: Path) -> None
     try:
         from megatron_dynbatch.cli.plan_plot import draw_step
     except ImportError as error:
-        raise ValueError(f"--plot needs matplotlib: pip install matplotlib ({error})") from error
+        raise ValueError(
+            f"--plot needs matplotlib: pip install 'megatron-dynbatch[plot]' ({error})"
+        ) from error
     draw_step(plan, steps[number], path)
     print(f"wrote {path}", file=sys.stderr)

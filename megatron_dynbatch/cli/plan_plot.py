@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PatchCollection
-from matplotlib.colors import Normalize
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
@@ -19,7 +19,9 @@ from megatron_dynbatch.plan.step_time import pass_times
 from megatron_dynbatch.plan.summary import StepSummary, micro_batch_costs
 
 MOST_LINES = 48
-COLOURS = "YlGnBu"
+# The ends of the scale are too pale and too dark to see edges on.
+COLOURS = ListedColormap(matplotlib.colormaps["Blues"](np.linspace(0.2, 0.8, 256)))
+IDLE = "#f1efec"
 # One block: line, start, width, cost of its micro-batch, is it a backward pass, is it a dummy.
 Block = tuple[int, float, float, float, bool, bool]
 
@@ -51,11 +53,12 @@ def draw_step(plan: Plan, summary: StepSummary, path: Path) -> None:
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
     passes = "" if plan.layout.pp == 1 else "; thin: forward, thick: backward"
     axes.set_xlabel(f"predicted time, in units of the cost model{passes}")
-    axes.set_facecolor("#f0e6e0")
+    axes.ticklabel_format(axis="x", useMathText=True)
+    axes.set_facecolor(IDLE)
     axes.set_title(_title(plan, summary), loc="left", fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    bar = figure.colorbar(ScalarMappable(norm, matplotlib.colormaps[COLOURS]), ax=axes, pad=0.01)
+    bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=axes, pad=0.01)
     bar.set_label("cost of the micro-batch")
     bar.outline.set_visible(False)
     figure.savefig(path, dpi=150)
@@ -128,13 +131,12 @@ def _stage_blocks(
 
 def _draw_blocks(axes: Any, blocks: list[Block], norm: Normalize) -> None:
     """Forward passes are thinner than backward ones; dummies are empty."""
-    colours = matplotlib.colormaps[COLOURS]
     has_backward = any(block[4] for block in blocks)
     patches, faces = [], []
     for line, start, width, cost, is_backward, is_dummy in blocks:
         height = 0.84 if is_backward or not has_backward else 0.52
         patches.append(Rectangle((start, line - height / 2), width, height))
-        faces.append((1.0, 1.0, 1.0, 1.0) if is_dummy else colours(norm(cost)))
+        faces.append((1.0, 1.0, 1.0, 1.0) if is_dummy else COLOURS(norm(cost)))
     # Hair lines, so that hundreds of blocks do not turn into a fence.
     width = 0.4 if len(blocks) < 2000 else 0.1
     axes.add_collection(

@@ -9,28 +9,30 @@ import argparse
 import ast
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from megatron_dynbatch.cli.tree import Tree, TreeSite
+if TYPE_CHECKING:
+    from megatron_dynbatch.cli.tree import Tree, TreeSite
 
 DESCRIPTION = """\
 Looks for every site and seam in the source of a Megatron-LM tree and compares it with another one
 (the installed Megatron unless --against names a tree). Exit code 1 if something does not match.
 """
+EXAMPLES = """\
+  megatron-dynbatch sites Megatron-LM
+  megatron-dynbatch sites Megatron-LM-main --against Megatron-LM-core_v0.19.0"""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "sites", help="which sites moved in another Megatron tree", description=DESCRIPTION
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the subcommand."""
     parser.add_argument("tree", type=Path, help="folder that contains megatron/")
     parser.add_argument("--against", type=Path, metavar="TREE", help="tree to compare with")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one line per site and seam."""
+    from megatron_dynbatch.cli.tree import Tree  # imports torch, for which help must not wait
+
     tree = Tree(args.tree)
     root = args.against or installed_root()
     other = Tree(root) if root is not None else None

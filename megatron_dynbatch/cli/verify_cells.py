@@ -1,22 +1,25 @@
 """Run a pretrain script on the CPU under one layout and split, and keep what came out of it.
 
-Each cell is a world of forked processes that run the real Megatron. Weights are those of the first
-cell, and no optimizer step changes them: every step's loss, gradient and metrics are a function of
-its rollouts alone, which is what `verify` compares.
+Each cell is run by a world of forked processes with the real Megatron. Weights are those of the
+first cell, and no optimizer step changes them: every step's loss, gradient and metrics are a
+function of its rollouts alone, which is what `verify` compares.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,58 +64,104 @@ class Outcome:
     error: str | None = None
 
 
-def run_cell(
-    script: Path, argv: Sequence[str], world: int, folder: Path, weights: Path, timeout: float
-) -> Outcome:
-    """Run the script on `world` ranks.
+@dataclass(frozen=True)
+class Job:
+    """One run of a script.
 
-    Args:
+    Attributes:
         script: The user's pretrain script.
         argv: Its whole command line.
         world: Number of processes.
-        folder: Empty folder for this cell.
+        folder: Empty folder for this run.
         weights: Folder of the initial weights: written if empty, else read.
-        timeout: Seconds until the run counts as hanging.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_dynbatch.cli.verify_preload"])
-    ranks = [
-        context.Process(
-            target=_rank_main,
-            args=(rank, world, str(script), list(argv), str(folder), str(weights), timeout),
-            daemon=True,
-        )
-        for rank in range(world)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        _wait(ranks, folder, timeout)
-        return _collect(folder, world)
-    finally:
-        for rank in ranks:
-            if rank.is_alive():
-                rank.kill()
+
+    script: Path
+    argv: tuple[str, ...]
+    world: int
+    folder: Path
+    weights: Path
+
+
+class RankPool:
+    """Worlds of processes that run jobs.
+
+    Args:
+        timeout: Seconds until a run counts as hanging.
+        shared: Whether a world runs several jobs, one after the other. That is faster, and for
+            scripts whose modules keep nothing from one training to the next.
+    """
+
+    def __init__(self, timeout: float, shared: bool = False) -> None:
+        self.timeout = timeout
+        self.shared = shared
+        self._worlds: dict[int, _World] = {}
+
+    def run(self, job: Job) -> Outcome:
+        """Run a job; a world in which a rank failed is not used again."""
+        world = self._worlds.pop(job.world, None) or _World(job.world, self.timeout)
+        outcome = world.run(job)
+        if self.shared and outcome.error is None:
+            self._worlds[job.world] = world
+        else:
+            world.end()
+        return outcome
+
+    def end(self) -> None:
+        """End all processes."""
+        while self._worlds:
+            self._worlds.popitem()[1].end()
+
+
+class _World:
+    """Ranks that wait for jobs, and the folder in which they find each other."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout = size, timeout
+        self._store = tempfile.TemporaryDirectory(prefix="verify-ranks-")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["megatron_dynbatch.cli.verify_preload"])
+        self._ranks: list[Any] = []
+        self._pipes: list[Connection] = []
+        for rank in range(size):
+            theirs, ours = context.Pipe(duplex=False)
+            arguments = (rank, size, f"{self._store.name}/store", timeout, theirs)
+            process = context.Process(target=_rank_main, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append(process)
+            self._pipes.append(ours)
+
+    def run(self, job: Job) -> Outcome:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # a dead rank is told of below
+                pipe.send(job)
+        deadline = time.monotonic() + self.timeout
+        while time.monotonic() < deadline and all(rank.is_alive() for rank in self._ranks):
+            if any(job.folder.glob("error-*")):
+                break
+            if len(list(job.folder.glob("rank-*.pt"))) == self.size:
+                break
+            time.sleep(0.02)
+        return _collect(job)
+
+    def end(self) -> None:
+        for rank, pipe in zip(self._ranks, self._pipes, strict=True):
+            pipe.close()
+            rank.kill()
             rank.join()
+        self._store.cleanup()
 
 
-def _wait(ranks: Sequence[Any], folder: Path, timeout: float) -> None:
-    """Until all ranks have answered, one has failed, or the time is over."""
-    deadline = time.monotonic() + timeout
-    while any(rank.is_alive() for rank in ranks):
-        if any(folder.glob("error-*")) or time.monotonic() > deadline:
-            return
-        time.sleep(0.02)
-
-
-def _collect(folder: Path, world: int) -> Outcome:
+def _collect(job: Job) -> Outcome:
     import torch
 
+    folder = job.folder
     errors = sorted(folder.glob("error-*"))
     answers = sorted(folder.glob("rank-*.pt"))
     if errors:
         return Outcome(error=f"rank {errors[0].name[6:]}: {errors[0].read_text()}")
-    if len(answers) < world:
+    if len(answers) < job.world:
         logs = [p.read_text(errors="replace")[-2000:] for p in sorted(folder.glob("log-*"))]
         return Outcome(error="\n".join(["a rank died or hangs; the end of all output:", *logs]))
     outcome = Outcome()
@@ -129,77 +178,77 @@ def _collect(folder: Path, world: int) -> Outcome:
     return outcome
 
 
-def _rank_main(
-    rank: int,
-    world: int,
-    script: str,
-    argv: list[str],
-    folder: str,
-    weights: str,
-    timeout: float,
-) -> None:
+def _rank_main(rank: int, size: int, store: str, timeout: float, jobs: Connection) -> None:
     """The life of a rank; leaves without waiting for threads of Megatron or gloo."""
-    log = open(f"{folder}/log-{rank}", "w", buffering=1)  # noqa: SIM115
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    sys.stdout = sys.stderr = log
     import torch
 
-    try:
-        answer = _train(rank, world, script, argv, folder, weights, timeout)
-        torch.save(answer, f"{folder}/rank-{rank}.tmp")
-        os.rename(f"{folder}/rank-{rank}.tmp", f"{folder}/rank-{rank}.pt")
-        torch.distributed.barrier()
-    except BaseException as error:  # SystemExit too: Megatron ends processes that way
-        text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
-        Path(f"{folder}/error-{rank}.tmp").write_text(text)
-        os.rename(f"{folder}/error-{rank}.tmp", f"{folder}/error-{rank}")
-    log.flush()
-    os._exit(0)
+    # Megatron writes checkpoints from child processes, which daemons may not have.
+    multiprocessing.current_process().daemon = False
+    started = False
+    while True:
+        try:
+            job: Job = jobs.recv()
+        except EOFError:
+            os._exit(0)
+        folder = job.folder
+        log = open(folder / f"log-{rank}", "w", buffering=1)  # noqa: SIM115
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = log
+        try:
+            if not started:
+                _join(rank, size, store, timeout)
+                started = True
+            torch.save(_train(job), folder / f"rank-{rank}.tmp")
+            os.rename(folder / f"rank-{rank}.tmp", folder / f"rank-{rank}.pt")
+        except BaseException as error:  # SystemExit too: Megatron ends processes that way
+            text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+            (folder / f"error-{rank}.tmp").write_text(text)
+            os.rename(folder / f"error-{rank}.tmp", folder / f"error-{rank}")
 
 
-def _train(
-    rank: int,
-    world: int,
-    script: str,
-    argv: list[str],
-    folder: str,
-    weights: str,
-    timeout: float,
-) -> dict[str, Any]:
+def _join(rank: int, size: int, store: str, timeout: float) -> None:
+    """Make this process a rank of the world, with the hooks installed."""
     import torch
     import torch.distributed as dist
 
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
     )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
     from megatron_dynbatch import cpu, hooks
-    from megatron_dynbatch.run import Launch, run_target
 
     cpu.enable()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(f"{folder}/store", world),
+        store=dist.FileStore(store, size),
         rank=rank,
-        world_size=world,
+        world_size=size,
         timeout=timedelta(seconds=timeout),
     )
     hooks.install()
+
+
+def _train(job: Job) -> dict[str, Any]:
+    from megatron_dynbatch.cpu import reset_megatron
+    from megatron_dynbatch.run import Launch, run_target
+
+    reset_megatron()
     answer: dict[str, Any] = {"metrics": [], "gradients": None, "place": None}
-    _observe(answer, Path(weights))
-    try:
-        run_target(Launch(script, False, tuple(argv), cpu=True))
-    except SystemExit as end:
-        if end.code:
-            raise
+    with _observed(answer, job.weights):
+        try:
+            run_target(Launch(str(job.script), False, job.argv, cpu=True))
+        except SystemExit as end:
+            if end.code:
+                raise
     return answer
 
 
-def _observe(answer: dict[str, Any], weights: Path) -> None:
-    """Wrap Megatron's loop and log; the process ends with the run, so nothing is put back."""
+@contextlib.contextmanager
+def _observed(answer: dict[str, Any], weights: Path) -> Iterator[None]:
+    """Megatron's loop and log, wrapped while a script runs."""
     from megatron.training import training
 
     train_loop, log = training.train, training.training_log
@@ -218,6 +267,10 @@ def _observe(answer: dict[str, Any], weights: Path) -> None:
         return log(*args, **kwargs)
 
     training.train, training.training_log = train, training_log
+    try:
+        yield
+    finally:
+        training.train, training.training_log = train_loop, log
 
 
 def _place() -> Place:

@@ -24,6 +24,7 @@ from megatron_dynbatch.rollouts import RolloutSource, open_transport
 from megatron_dynbatch.steps.announce import STALE_POLICIES, Staleness
 
 WIDTHS = ("fixed", "variable")
+PROGRESS = ("auto", "bar", "plain", "off")
 
 
 def adding_arguments(add: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,6 +88,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="Delete rollout batches once a completed checkpoint lies more than N batches beyond "
         "them (default: keep all).")
     add("--step-report", metavar="FILE", help="JSONL file that gets one line per step.")
+    add("--step-progress", choices=PROGRESS, default="auto",
+        help="How rank 0 shows the step of the batch and the micro-batch of the step that run: "
+        "auto: bars on a terminal (with rich), elsewhere a line in ten seconds at most; "
+        "bar, plain, off (default: auto).")
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:

@@ -50,12 +50,16 @@ def _factors(node: ast.expr) -> list[ast.expr]:
 
 def is_sample_product(node: ast.expr) -> bool:
     """A product of the micro-batch count, the micro-batch size and data-parallel sizes."""
+    if not isinstance(node, ast.BinOp):
+        return False
     factors = {ast.unparse(factor) for factor in _factors(node)}
     return {"get_num_microbatches()", "args.micro_batch_size"} <= factors
 
 
 def _is(source: str) -> Callable[[ast.expr], bool]:
-    return lambda node: ast.unparse(node) == source
+    kind = type(ast.parse(source, mode="eval").body)
+    # Turning an expression back into source is slow, and a function has thousands of them.
+    return lambda node: isinstance(node, kind) and ast.unparse(node) == source
 
 
 SITES = (

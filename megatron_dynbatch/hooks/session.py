@@ -21,6 +21,7 @@ from megatron_dynbatch.hooks.arguments import (
     source_from_args,
     staleness_from_args,
 )
+from megatron_dynbatch.hooks.progress import progress_from_args
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.report import StepReportWriter
 from megatron_dynbatch.steps import Cursor, Exchange, Step, StepFeed
@@ -47,6 +48,7 @@ class Session:
         self.aux_scales: dict[int, Any] = {}  # of the open step, see `aux_loss`
         self.grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.writer: StepReportWriter | None = None
+        self._progress = progress_from_args(args)
         self._feed: StepFeed | None = None
         self._restored: Cursor | None = None
         self._cursors: dict[int, Cursor] = {}
@@ -100,7 +102,9 @@ class Session:
             self._cursors = {i: c for i, c in self._cursors.items() if i > completed}
 
     def close(self) -> None:
-        """End the threads of the run."""
+        """End the threads of the run, and its progress line."""
+        if self._progress is not None:
+            self._progress.clear()
         if self._feed is not None:
             self._feed.close()
 
@@ -113,6 +117,8 @@ class Session:
     def select(self, k: int) -> MicroBatch:
         """Make micro-batch ``k`` of the open step the current one."""
         assert self.step is not None, "a training step runs but none is open"
+        if self._progress is not None:
+            self._progress.begin_micro_batch(self.step)
         self.current, self.current_index = self.step.micro_batch(k), k
         return self.current
 

@@ -1,12 +1,16 @@
 """`verify` on the real Megatron: it names every wrong loss and raises no false alarm."""
 
-import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_dynbatch.cli import verify as command
-from megatron_dynbatch.cli.verify import as_table, cell_arguments, plan_cells, script_arguments
+from megatron_dynbatch.cli.main import build_parser
+from megatron_dynbatch.cli.verify_arguments import cell_arguments, plan_cells, script_arguments
+from megatron_dynbatch.cli.verify_cells import RankPool
+from megatron_dynbatch.cli.verify_result import Verification, as_table
 from megatron_dynbatch.cli.verify_rollouts import made_up_batches, twice, with_masked_siblings
 from megatron_dynbatch.rollouts import RolloutBatch
 from tests.cli.loss_variants import VARIANTS
@@ -25,19 +29,36 @@ WRONG = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def import_path() -> Iterator[None]:
     """The scripts import the examples, as they would from the folder of the checkout."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield
+
+
+@pytest.fixture(scope="module")
+def pool(import_path: None) -> Iterator[RankPool]:
+    """Processes that all runs but those of the command itself share."""
+    ranks = RankPool(timeout=120, shared=True)
+    yield ranks
+    ranks.end()
+
+
+def verify(
+    pool: RankPool, *arguments: str, script: Path = LOSSES, **options: Any
+) -> Verification:
+    """`verify` with one layer, in the shared processes."""
+    return command.verify(script, ["--num-layers", "1", *arguments], pool=pool, **options)
 
 
 @pytest.mark.parametrize(("loss", "reduction", "kinds", "ranks", "reason"), WRONG)
 def test_a_wrong_loss_is_named_with_its_reason(
-    loss: str, reduction: str, kinds: list[str], ranks: int, reason: str
+    pool: RankPool, loss: str, reduction: str, kinds: list[str], ranks: int, reason: str
 ) -> None:
-    arguments = ["--test-loss", loss, "--loss-reduction", reduction]
-    result = command.verify(LOSSES, arguments, kinds=kinds, max_ranks=ranks)
+    arguments = ("--test-loss", loss, "--loss-reduction", reduction)
+    result = verify(pool, *arguments, kinds=kinds, max_ranks=ranks)
     assert not result.invariant and not result.errors
     wrong = {v.name: max(v.deviations.values()) for v in result.verdicts if not v.invariant}
     assert wrong.keys() == {"gradient", "lm loss"}
@@ -47,15 +68,14 @@ def test_a_wrong_loss_is_named_with_its_reason(
     assert reason in line and line in as_table(result)
 
 
-def test_a_wrong_metric_beside_a_right_loss() -> None:
-    arguments = ["--test-loss", "wrong_metric_only"]
-    result = command.verify(LOSSES, arguments, kinds=["packing"], max_ranks=1)
+def test_a_wrong_metric_beside_a_right_loss(pool: RankPool) -> None:
+    result = verify(pool, "--test-loss", "wrong_metric_only", kinds=["packing"], max_ranks=1)
     assert [v.name for v in result.verdicts if not v.invariant] == ["nll"]
     assert "NOT invariant: nll" in as_table(result)
 
 
-def test_every_loss_of_the_package_is_invariant() -> None:
-    result = command.verify(LOSSES, ["--test-loss", "every_loss"])
+def test_every_loss_of_the_package_is_invariant(pool: RankPool) -> None:
+    result = verify(pool, "--test-loss", "every_loss")
     assert result.invariant, as_table(result)
     assert len(result.cells) == 9
     values = {v.name: v.value for v in result.verdicts}
@@ -67,44 +87,45 @@ def test_every_loss_of_the_package_is_invariant() -> None:
     assert all(0 < v < 1 for v in fractions.values()), fractions
 
 
-def test_the_example_of_an_own_loss_is_invariant() -> None:
+def test_the_example_of_an_own_loss_is_invariant(pool: RankPool) -> None:
     script = ROOT / "examples" / "custom_loss.py"
-    result = command.verify(script, kinds=["cp"], max_ranks=4)
+    result = verify(pool, script=script, kinds=["cp"], max_ranks=2)
     assert result.invariant, as_table(result)
     assert [v.name for v in result.verdicts] == [
         "gradient", "focal loss", "cross entropy", "easy tokens",
     ]  # fmt: skip
 
 
-def test_a_run_that_fails_is_shown_and_the_others_are_compared() -> None:
-    arguments = ["--test-loss", "raises_under_cp"]
-    result = command.verify(LOSSES, arguments, kinds=["cp"], max_ranks=2, timeout=120)
+def test_a_run_that_fails_is_shown_and_the_others_are_compared(pool: RankPool) -> None:
+    result = verify(pool, "--test-loss", "raises_under_cp", kinds=["cp"], max_ranks=2)
     assert list(result.errors) == ["CP2"] and not result.invariant
     assert "group of size 2, got none: pass cp_group=" in as_table(result)
 
 
 def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["verify", *arguments])
-    return args.run(args)
+    args = build_parser(["verify"]).parse_args(["verify", *arguments])
+    return int(args.run(args))
 
 
 STOCK_MEAN = "loss = torch.sum(losses * loss_mask) / loss_mask.sum().clamp(min=1)"
 
 
-def test_the_stock_sum_is_right_and_the_stock_mean_is_wrong(
+def test_the_stock_sum_is_right(pool: RankPool) -> None:
+    result = verify(pool, script=STOCK, kinds=["packing", "twice"], max_ranks=1)
+    assert result.invariant, as_table(result)
+    assert "\ninvariant: no quantity deviates by more than" in as_table(result)
+
+
+def test_the_command_calls_the_stock_mean_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    only = ("--only", "packing", "--only", "twice")
-    assert run(*only, str(STOCK), "--hidden-size", "16") == 0
-    assert "\ninvariant: no quantity deviates by more than" in capsys.readouterr().out
     text = STOCK.read_text()
     assert text.count("loss = torch.sum(losses * loss_mask)") == 1
     mean = tmp_path / "mean.py"
     mean.write_text(text.replace("loss = torch.sum(losses * loss_mask)", STOCK_MEAN))
-    assert run("--only", "packing", str(mean)) == 1
+    assert run("--only", "packing", str(mean), "--num-layers", "1") == 1
     shown = capsys.readouterr().out
+    assert shown.startswith("run 1 of 3: one micro-batch\n")
     assert "NOT invariant: gradient, lm loss" in shown
     assert "averaged per micro-batch" in shown and "microbatch.mean(x)" in shown
 

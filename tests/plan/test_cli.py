@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -11,15 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_dynbatch.cli import plan as plan_command
+from megatron_dynbatch.cli.main import build_parser
 from megatron_dynbatch.plan import Plan
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 
 
 def call(*argv: str) -> int:
-    parser = argparse.ArgumentParser()
-    plan_command.add_parser(parser.add_subparsers(dest="command"))
-    args = parser.parse_args(argv)
+    args = build_parser(argv).parse_args(argv)
     return int(args.run(args))
 
 

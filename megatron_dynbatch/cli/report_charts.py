@@ -1,0 +1,220 @@
+"""Pictures of a run: curves, sizes and fill of the steps, times, and the samples of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_dynbatch.plan import Plan
+from megatron_dynbatch.report import StepReport
+
+INK, BLUE, LIGHT, ORANGE, GREY = "#222222", "#1f5fa8", "#a9c8e8", "#d9711c", "#8a8a8a"
+COLOURS = (BLUE, ORANGE, GREY, "#2f8f5b", "#8c4ba3")
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+}
+_SMOOTHING = 8
+_MOST_BARS = 400
+
+Curve = tuple[Sequence[int], Sequence[float]]
+"""Iterations and values."""
+
+
+@contextmanager
+def saved(path: Path, size: tuple[float, float], grid: str = "y") -> Iterator[Figure]:
+    """A figure that is written to a PNG at the end.
+
+    Args:
+        path: Where to.
+        size: Inches.
+        grid: Lines across which axes: "y", "both" or "" for none.
+    """
+    changes: dict[Any, Any] = {"axes.grid": bool(grid), "axes.grid.axis": grid or "y"}
+    with matplotlib.rc_context(STYLE | changes):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
+        figure.savefig(path, dpi=130)
+
+
+def draw_curves(axes: Axes, title: str, curves: Mapping[str, Curve]) -> None:
+    """Lines of single values, and thick ones of the mean of the last few."""
+    axes.set_title(title)
+    for number, (label, (steps, values)) in enumerate(curves.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        axes.plot(steps, values, color=colour, lw=0.8, alpha=0.35)
+        axes.plot(steps, smooth(values), color=colour, lw=2.2, label=label)
+    if len(curves) > 1:
+        axes.legend(loc="best", ncols=len(curves))
+
+
+def smooth(values: ArrayLike) -> NDArray[np.float64]:
+    """Mean of each value and the few before it."""
+    sums = np.cumsum(np.concatenate([[0.0], np.asarray(values, np.float64)]))
+    ends = np.arange(1, sums.size)
+    starts = np.maximum(0, ends - _SMOOTHING)
+    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
+
+
+def draw_sizes(axes: Axes, reports: Sequence[StepReport]) -> None:
+    """Samples and rollouts of each step."""
+    steps = [r.iteration for r in reports]
+    _bars(axes, steps, [r.num_samples for r in reports], LIGHT, "samples")
+    _bars(
+        axes, steps, [r.step_global_batch_size for r in reports], BLUE,
+        "rollouts (the global batch size)",
+    )  # fmt: skip
+    axes.set_title("Size of each step")
+    axes.set_ylim(0, 1.12 * max(r.num_samples for r in reports))
+    axes.legend(loc="lower right", ncols=2, bbox_to_anchor=(1.01, 0.97))
+
+
+def draw_fill(axes: Axes, reports: Sequence[StepReport]) -> None:
+    """How full the micro-batches are, and how many a rank has beyond the fewest possible."""
+    steps = [r.iteration for r in reports]
+    extra = [r.num_microbatches - (r.fewest_microbatches or r.num_microbatches) for r in reports]
+    for is_extra, colour, label in (
+        (False, ORANGE, "fewest micro-batches that are possible"),
+        (True, "#8f3d00", "more than the fewest"),
+    ):
+        height = [
+            100 * r.fill if (more > 0) == is_extra else 0.0
+            for r, more in zip(reports, extra, strict=True)
+        ]
+        if any(height):
+            _bars(axes, steps, height, colour, label)
+    axes.set_title("Tokens over room in the micro-batches, per cent")
+    axes.set_ylim(0, 100)
+    axes.legend(loc="lower right", ncols=2, bbox_to_anchor=(1.01, 0.97))
+
+
+def _bars(
+    axes: Axes, steps: Sequence[int], heights: Sequence[float], colour: str, label: str
+) -> None:
+    if len(steps) <= _MOST_BARS:
+        axes.bar(steps, heights, color=colour, width=0.85, label=label)
+    else:  # bars thinner than a pixel would only blur
+        axes.fill_between(steps, heights, color=colour, step="mid", lw=0, label=label)
+
+
+def draw_history(path: Path, reports: Sequence[StepReport], curves: Mapping[str, Curve]) -> None:
+    """Write the history of a run.
+
+    Args:
+        path: PNG.
+        reports: Of its steps.
+        curves: Title → curve, drawn above sizes and fill.
+    """
+    rows = len(curves) + 2
+    with saved(path, (9, 0.9 + 2.1 * rows)) as figure:
+        axes = figure.subplots(rows, 1, sharex=True)
+        for place, (title, curve) in zip(axes, curves.items(), strict=False):
+            draw_curves(place, title, {"": curve})
+        draw_sizes(axes[-2], reports)
+        draw_fill(axes[-1], reports)
+        axes[-1].set_xlabel("training step")
+        axes[-1].set_xlim(reports[0].iteration - 0.7, reports[-1].iteration + 0.7)
+
+
+def draw_times(path: Path, predicted: ArrayLike, measured: ArrayLike) -> float:
+    """Write measured against predicted times of steps.
+
+    Args:
+        path: PNG.
+        predicted: [n] by the cost model, in its unit.
+        measured: [n] seconds, waiting for rollouts taken off.
+
+    Returns:
+        Median relative deviation from the best line through the origin.
+    """
+    x, y = np.asarray(predicted, np.float64), np.asarray(measured, np.float64)
+    # The slope of the median step: one slow step (a checkpoint) must not tilt the line.
+    slope = float(np.median(y / x))
+    deviation = float(np.median(np.abs(y - slope * x) / y))
+    with saved(path, (6.2, 4.6), grid="both") as figure:
+        axes = figure.subplots()
+        axes.scatter(x, y, s=16, color=BLUE, alpha=0.6, linewidths=0)
+        reach = np.array([0.0, x.max() * 1.05])
+        axes.plot(reach, slope * reach, color=ORANGE, lw=1.5, label="median step")
+        axes.set_xlim(0, reach[1])
+        # A few steps with start-up or checkpoint in them would squash all others.
+        top = max(float(np.quantile(y, 0.98)), slope * float(x.max())) * 1.15
+        hidden = int((y > top).sum())
+        axes.set_ylim(0, top)
+        axes.set_xlabel("predicted time, in units of the cost model")
+        axes.set_ylabel("measured seconds, without waiting")
+        axes.set_title(f"Step times: half of them within {deviation:.0%} of the line")
+        if hidden:
+            axes.annotate(
+                f"{hidden} above", (0.99, 0.97), xycoords="axes fraction", ha="right", va="top",
+                color=GREY, fontsize=9,
+            )  # fmt: skip
+        axes.legend(loc="upper left")
+    return deviation
+
+
+def draw_samples(plan: Plan, step_index: int, path: Path) -> None:
+    """Write which sample runs where in one step: a bar per sample, as long as its tokens.
+
+    Args:
+        plan: Plan of the batch.
+        step_index: Which step.
+        path: PNG.
+    """
+    step = plan.steps[step_index]
+    rollouts = plan.index.rollout_indices
+    own_number = {int(r): k for k, r in enumerate(np.unique(rollouts[step.samples]))}
+    colours = matplotlib.colormaps["tab20"]
+    lines = [
+        (f"DP {rank}, micro-batch {k + 1}", rows)
+        for rank, own in enumerate(step.micro_batches)
+        for k, rows in enumerate(own)
+    ]
+    capacity = plan.options.capacity(plan.layout)
+    with saved(path, (9, 0.9 + 0.42 * len(lines)), grid="") as figure:
+        axes = figure.subplots()
+        for line, (_, samples) in enumerate(lines):
+            start = 0
+            for sample in samples:
+                length = int(plan.index.total_lengths[sample])
+                number = own_number[int(rollouts[sample])]
+                axes.barh(
+                    line, length, left=start, height=0.7, edgecolor="white", linewidth=1.0,
+                    color=colours(number % 20),
+                )  # fmt: skip
+                axes.text(
+                    start + length / 2, line, str(number + 1), ha="center", va="center", fontsize=7
+                )
+                start += length
+        if capacity is not None:
+            axes.axvline(capacity, color=INK, lw=1.2, ls="--")
+            axes.set_xlim(0, capacity * 1.02)
+        axes.set_yticks(range(len(lines)), [name for name, _ in lines])
+        axes.invert_yaxis()
+        axes.set_xlabel("tokens (dashed: what a micro-batch may hold)")
+        axes.set_title(
+            f"{step.step_global_batch_size} rollouts, {step.num_samples} samples; "
+            "the numbers are the rollouts'"
+        )

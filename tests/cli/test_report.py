@@ -1,0 +1,126 @@
+"""`report`: what it reads, what it draws, and that the page stands alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_dynbatch.cli.main import main
+from megatron_dynbatch.cli.report import curves_of, figures_of
+from megatron_dynbatch.cli.report_data import RunData, plan_of_step, read_run
+from megatron_dynbatch.report import StepReport
+from megatron_dynbatch.rollouts import RolloutDirectory, Sample
+from tests.cli.run_folder import write_run
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run")
+    write_run(path, num_batches=4)
+    return path
+
+
+def report(iteration: int, **changes: object) -> StepReport:
+    values = dict.fromkeys(StepReport.__dataclass_fields__, 0) | {
+        "iteration": iteration, "metrics": {}, "skipped": False, "fill": 0.5, "num_samples": 4,
+        "step_global_batch_size": 2, "num_microbatches": 1, "num_tokens": 100,
+    }  # fmt: skip
+    return StepReport(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_page_and_pictures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder), "--title", "Runs & more"]) == 0
+    out = folder / "report"
+    steps = len(read_run(folder).reports)
+    assert capsys.readouterr().out == f"{steps} steps: {out / 'report.html'}\n"
+    for name in ("history", "times", "plan", "samples"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert "<h1>Runs &amp; more</h1>" in page and page.count("<tr>") == steps + 1
+    # It stands alone: nothing is loaded from elsewhere.
+    assert not re.search(r'(src|href)="(?!data:)', page) and "<script" not in page
+
+
+def test_rewards_come_from_the_rollouts_and_count_a_rollout_once(tmp_path: Path) -> None:
+    directory = RolloutDirectory(tmp_path / "rollouts")
+    # Rollout 0 emitted three samples: the mean over rollouts is 0.5, over samples 0.75.
+    rows = [(0, 1.0), (0, 1.0), (0, 1.0), (1, 0.0)]
+    directory.write([Sample([1, 2], response_length=1, rollout_id=r, reward=x) for r, x in rows])
+    line = json.dumps(vars_of(report(1, num_samples=4)))
+    (tmp_path / "steps.jsonl").write_text(line + "\n")
+    run = read_run(tmp_path)
+    assert run.rewards == {0: 0.5}
+    (tmp_path / "scores.jsonl").write_text('{"batch_id": 0, "rollout/reward": 0.25}\n')
+    assert read_run(tmp_path).rewards == {0: 0.25}
+
+
+def vars_of(one: StepReport) -> dict[str, object]:
+    return {name: getattr(one, name) for name in StepReport.__dataclass_fields__}
+
+
+def test_a_step_that_ran_again_counts_once(tmp_path: Path) -> None:
+    lines = [report(1), report(2, num_samples=4), report(2, num_samples=6)]
+    text = "".join(json.dumps(vars_of(one)) + "\n" for one in lines)
+    (tmp_path / "steps.jsonl").write_text(text + '{"iteration": 3, "cut of')
+    assert [r.num_samples for r in read_run(tmp_path).reports] == [4, 6]
+
+
+def test_figures_are_sums_and_spans() -> None:
+    steps = [
+        report(1, step_global_batch_size=2, num_samples=5),
+        report(2, step_global_batch_size=7, num_samples=9, step_time=4.0, wait_time=1.0),
+    ]
+    figures = figures_of(RunData(Path("x"), steps))
+    assert figures["rollouts per step"] == "2 to 7" and figures["rollouts"] == "9"
+    assert figures["samples"] == "14" and figures["micro-batches per rank"] == "1"
+    # Both have a step time of 0 or 4 seconds; 1 of 4 was waited.
+    assert figures["of the time, waiting for rollouts"] == "25%"
+
+
+def test_curves_are_those_that_are_known() -> None:
+    steps = [report(1, batch_id=3, metrics={"lm loss": 2.0}), report(2, batch_id=4)]
+    curves = curves_of(RunData(Path("x"), steps, {3: 0.5}))
+    assert list(curves.values()) == [([1], [0.5]), ([1], [2.0])]
+
+
+def test_the_plan_is_that_of_the_step_or_none(folder: Path) -> None:
+    run = read_run(folder)
+    largest = max(run.reports, key=lambda r: r.num_samples)
+    plan = plan_of_step(run, largest)
+    assert plan is not None
+    assert plan.steps[largest.step_index].num_samples == largest.num_samples
+    # A step with carried samples has another size than the plan of its batch says.
+    other = report(1, batch_id=largest.batch_id, step_index=0, num_samples=999)
+    assert plan_of_step(run, other) is None
+    assert plan_of_step(run, report(1, batch_id=77)) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "holds no step reports; train with --step-report"),
+        ({"steps.jsonl": ""}, "no step has been reported yet"),
+        ({"a.jsonl": "{}", "b.jsonl": "{}"}, "holds no step reports"),
+    ],
+)
+def test_folders_without_reports(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_run(tmp_path)
+
+
+def test_several_files_of_reports_must_be_chosen_from(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps(vars_of(report(1))) + "\n")
+    with pytest.raises(ValueError, match="several files hold step reports: .*use --steps"):
+        read_run(tmp_path)
+    assert len(read_run(tmp_path, steps=tmp_path / "a.jsonl").reports) == 1
+    with pytest.raises(ValueError, match="no such directory"):
+        read_run(tmp_path / "nothing")
