@@ -1,4 +1,4 @@
-"""A step splitter of your own: which rollouts train together in one optimizer step.
+r"""A step splitter of your own: which rollouts train together in one optimizer step.
 
 A splitter is a function (index, options) → steps, each a list of rollout numbers. The planner
 checks what it answers: every rollout once, no empty step, no cut prompt group under

@@ -1,4 +1,4 @@
-"""Asynchronous GRPO: generation in Ray workers runs ahead of training, within a staleness limit.
+r"""Asynchronous GRPO: generation in Ray workers runs ahead of training, within a staleness limit.
 
     python -m examples.grpo_async_ray --out runs/async
 
@@ -11,6 +11,23 @@ function is called in the worker with (weights_path, version) whenever there are
 returns what answers prompts: token ids of several prompts → one `examples.demo.agent.Response`
 (tokens and their log-probs) each. For SGLang or vLLM: start the engine at the first call, let it
 load the weights at later ones, and wrap its `generate` with log-probs switched on.
+
+Real size, an 8B model: the trainer on 8 GPUs that belong to the Ray cluster, generators elsewhere
+in it; what `main` below starts on one machine is started by hand:
+
+    torchrun --nproc-per-node 8 -m megatron_dynbatch.run --module examples.grpo_async_policy \
+        --dynamic-global-batch --rollout-path ray://10.0.0.1:6379/run-7 \
+        --rollouts-per-step batch --max-staleness 1 --weights-dir /shared/weights \
+        --max-tokens-per-gpu 16384 --micro-batch-width variable --loss-reduction token \
+        --lr 1e-6 --lr-decay-style constant --train-samples 100000 \
+        --tensor-model-parallel-size 2 --sequence-parallel \
+        --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 \
+        --group-query-attention --num-query-groups 8 --normalization RMSNorm --swiglu \
+        --disable-bias-linear --untie-embeddings-and-output-weights \
+        --position-embedding-type rope --max-position-embeddings 16384 \
+        --attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model /shared/model --eval-iters 0 \
+        --load /shared/checkpoint --finetune --save /shared/run --save-interval 100
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GRPO in one program: rollouts are generated at the step boundary and never touch a disk.
+r"""GRPO in one program: rollouts are generated at the step boundary and never touch a disk.
 
 Every rank plays its share of the prompt groups with the weights as they are, the shares are
 gathered, and each rank puts the same batch in its queue. The task, the agent and the sampler are
@@ -7,6 +7,21 @@ those of the demo (`examples.demo`): spelling words backward.
     torchrun --nproc-per-node 2 -m megatron_dynbatch.run --cpu --module examples.grpo_sync \
         --dynamic-global-batch --rollout-path queue:grpo --rollouts-per-step batch \
         --micro-batch-width variable --max-tokens-per-gpu 256 --train-samples 2000 …
+
+Real size, an 8B model on 8 GPUs (the sampler in `make_rollouts` is then an engine's):
+
+    torchrun --nproc-per-node 8 -m megatron_dynbatch.run --module examples.grpo_sync \
+        --dynamic-global-batch --rollout-path queue:grpo --rollouts-per-step batch --groups 64 \
+        --max-tokens-per-gpu 16384 --micro-batch-width variable --loss-reduction token \
+        --lr 1e-6 --lr-decay-style constant --train-samples 100000 \
+        --tensor-model-parallel-size 2 --sequence-parallel \
+        --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 \
+        --group-query-attention --num-query-groups 8 --normalization RMSNorm --swiglu \
+        --disable-bias-linear --untie-embeddings-and-output-weights \
+        --position-embedding-type rope --max-position-embeddings 16384 \
+        --attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model /shared/model --eval-iters 0 \
+        --load /shared/checkpoint --finetune --save /shared/run --save-interval 100
 """
 
 from __future__ import annotations

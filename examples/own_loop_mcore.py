@@ -1,13 +1,21 @@
-"""A training loop of one's own on megatron.core, without megatron.training and without hooks.
+r"""A training loop of one's own on megatron.core, without megatron.training and without hooks.
 
 The step feed says which rollouts make the next step and hands out its micro-batches; the loss is
 scaled by a plain function. Everything else is ordinary megatron.core.
 
     torchrun --nproc-per-node 2 -m megatron_dynbatch.run --cpu examples/own_loop_mcore.py \
         --rollout-path DIR --rollouts-per-step 8 --max-tokens-per-gpu 1024 --vocab-size 128
+
+Real size, some 7B parameters in bfloat16 on 8 GPUs with Transformer Engine:
+
+    torchrun --nproc-per-node 8 examples/own_loop_mcore.py \
+        --rollout-path /shared/rollouts --rollouts-per-step 64 --max-tokens-per-gpu 8192 \
+        --pipeline-size 4 --vocab-size 128256 --num-layers 48 --hidden-size 4096 \
+        --num-attention-heads 32 --lr 1e-5 --lr-decay-rollouts 100000
 """
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -18,12 +26,16 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 
 from megatron_dynbatch import RolloutDirectory
 from megatron_dynbatch.losses import megatron_loss, sft
@@ -48,8 +60,18 @@ def parse_arguments(argv=None):
     return parser.parse_args(argv)
 
 
+def on_cpu():
+    """Whether this runs under the CPU runner."""
+    return torch.empty(0, device="cuda").is_cpu
+
+
+def parameter_dtype():
+    """Attention over packed sequences needs half precision on a GPU."""
+    return torch.float32 if on_cpu() else torch.bfloat16
+
+
 def build_model(args):
-    """This pipeline stage of a small GPT, wrapped for data parallelism."""
+    """This pipeline stage of a GPT, wrapped for data parallelism."""
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -62,16 +84,20 @@ def build_model(args):
         attention_dropout=0.0,
         hidden_dropout=0.0,
         pipeline_model_parallel_size=args.pipeline_size,
-        pipeline_dtype=torch.float32,
+        bf16=not on_cpu(),
+        params_dtype=parameter_dtype(),
+        pipeline_dtype=parameter_dtype(),
         # Micro-batches have their own lengths; Megatron wants this dispatcher then.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        use_cpu_initialization=True,
+        use_cpu_initialization=on_cpu(),
         finalize_model_grads_func=finalize_model_grads,
     )
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm")
+        if on_cpu()
+        else get_gpt_layer_with_transformer_engine_spec(),
         vocab_size=args.vocab_size,
         max_sequence_length=args.max_tokens_per_gpu,
         pre_process=mpu.is_pipeline_first_stage(),
@@ -79,13 +105,22 @@ def build_model(args):
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     ).cuda()
+    if config.bf16:
+        model = Float16Module(config, model)
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
 
 
 def build_optimizer(args, model):
     """Adam, and a schedule that counts rollouts."""
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=args.lr, min_lr=0.0, weight_decay=0.0), [model]
+        OptimizerConfig(
+            lr=args.lr,
+            min_lr=0.0,
+            weight_decay=0.0,
+            bf16=not on_cpu(),
+            params_dtype=parameter_dtype(),
+        ),
+        [model],
     )
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -184,6 +219,7 @@ def train(args, prepare=lambda model, optimizer: None):
 
 if __name__ == "__main__":
     arguments = parse_arguments()
-    dist.init_process_group("gloo" if torch.empty(0, device="cuda").is_cpu else "nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if on_cpu() else "nccl")
     train(arguments)
     dist.destroy_process_group()

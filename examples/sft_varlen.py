@@ -1,10 +1,22 @@
-"""Fine-tune a GPT with steps of any size, the two lines in a script of one's own.
+r"""Fine-tune a GPT with steps of any size, the two lines in a script of one's own.
 
 `install()` before Megatron parses its arguments, `get_batch()` in the forward step; the loss is
 the library's. Micro-batches have their own length instead of being padded to a fixed width.
 
-    torchrun --nproc-per-node 8 examples/sft_varlen.py --dynamic-global-batch --rollout-path DIR \
-        --rollouts-per-step 32 --max-tokens-per-gpu 8192 --micro-batch-width variable …
+Real size, an 8B model on 8 GPUs:
+
+    torchrun --nproc-per-node 8 examples/sft_varlen.py \
+        --dynamic-global-batch --rollout-path /shared/rollouts --rollouts-per-step 64 \
+        --max-tokens-per-gpu 16384 --micro-batch-width variable --loss-reduction token \
+        --lr 1e-5 --lr-decay-style cosine --lr-warmup-samples 1000 --train-samples 100000 \
+        --tensor-model-parallel-size 2 --sequence-parallel \
+        --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 \
+        --group-query-attention --num-query-groups 8 --normalization RMSNorm --swiglu \
+        --disable-bias-linear --untie-embeddings-and-output-weights \
+        --position-embedding-type rope --max-position-embeddings 16384 \
+        --attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model /shared/model --eval-iters 0 \
+        --load /shared/checkpoint --finetune --save /shared/run --save-interval 100
 
 On a CPU: torchrun --nproc-per-node 2 -m megatron_dynbatch.run --cpu examples/sft_varlen.py …
 """

@@ -41,7 +41,7 @@ def import_path() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def pool(import_path: None) -> Iterator[RankPool]:
     """Processes that all runs but those of the command itself share."""
-    ranks = RankPool(timeout=120, shared=True)
+    ranks = RankPool(timeout=280, shared=True)
     yield ranks
     ranks.end()
 
@@ -74,6 +74,7 @@ def test_a_wrong_metric_beside_a_right_loss(pool: RankPool) -> None:
     assert "NOT invariant: nll" in as_table(result)
 
 
+@pytest.mark.timeout(900)  # nine runs of eight losses, on up to four processes
 def test_every_loss_of_the_package_is_invariant(pool: RankPool) -> None:
     result = verify(pool, "--test-loss", "every_loss")
     assert result.invariant, as_table(result)
