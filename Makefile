@@ -48,7 +48,7 @@ gpu-check: $(INSTALLED)  ## kernels against float64 on this machine's GPU, and t
 	$(BIN)/python -m benchmarks.gpu_check
 
 docs: $(INSTALLED)  ## the documentation as a site in site/; a dead link is an error
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 report-check: $(INSTALLED)  ## RUN=DIR: the report page in headless Chromium at two widths
 	$(BIN)/python -m tests.browser.check_report $(RUN)

@@ -1,0 +1,140 @@
+"""``python -m tests.package.check``: sdist and wheel, and the wheel in new environments.
+
+Builds both from this checkout, looks into them, and installs the wheel in new environments without
+extras and with some. torch and what it needs are linked from the environment that runs this:
+they are gigabytes. Everything else is installed as anybody would. `make package-check` runs it; it
+needs the package index.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from megatron_dynbatch._version import __version__
+from tests.pool import ROOT
+
+EXTRAS = ("", "megatron,plot,progress,completion")
+PLAN = ("plan", "--distribution", "C", "--num-samples", "64", "--dp", "2", "--json")
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = sys.modules['megatron'] = None\n"
+    "import megatron_dynbatch, megatron_dynbatch.plan, megatron_dynbatch.rollouts\n"
+    "print(megatron_dynbatch.__version__)"
+)
+
+
+def run(*command: str | Path, expect: int = 0) -> str:
+    """Run a command outside the checkout; returns what it prints.
+
+    Raises:
+        SystemExit: It ends with another code.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            list(map(str, command)), cwd=folder, env={"PATH": "/usr/bin:/bin", "HOME": folder},
+            capture_output=True, text=True,
+        )  # fmt: skip
+    if done.returncode != expect:
+        words = " ".join(map(str, command))
+        raise SystemExit(f"{words}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def build(out: Path) -> tuple[Path, Path]:
+    """Build sdist and wheel."""
+    subprocess.run(
+        [sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)],
+        check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return sdist, wheel
+
+
+def look_inside(sdist: Path, wheel: Path) -> None:
+    """Check what both contain.
+
+    Raises:
+        SystemExit: Something is missing, or is there that should not be.
+    """
+    names = zipfile.ZipFile(wheel).namelist()
+    packages = {name.split("/")[0] for name in names}
+    needed = {"megatron_dynbatch/py.typed", "megatron_dynbatch/reduce/csrc/kernels.cu"}
+    if missing := needed - set(names):
+        raise SystemExit(f"the wheel lacks {', '.join(sorted(missing))}")
+    if packages != {"megatron_dynbatch", f"megatron_dynbatch-{__version__}.dist-info"}:
+        raise SystemExit(f"the wheel contains {', '.join(sorted(packages))}")
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    if missing := {"setup.py", "pyproject.toml", "LICENSE", "README.md", *needed} - held:
+        raise SystemExit(f"the sdist lacks {', '.join(sorted(missing))}")
+    cubins = [name for name in names if name.endswith(".cubin")]
+    for path in (sdist, wheel):
+        print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB")
+    print(f"compiled kernels in the wheel: {len(cubins) or 'none (no nvcc here)'}")
+
+
+def link_torch(site: Path) -> None:
+    """Link torch and everything it needs into an environment."""
+    waiting, seen = ["torch"], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            found: Distribution = distribution(name)
+        except ModuleNotFoundError:  # needed under a condition that does not hold here
+            continue
+        for top in {Path(file.parts[0]) for file in found.files or () if file.parts[0] != ".."}:
+            if top.name != "__pycache__" and not (site / top).exists():
+                (site / top).symlink_to(Path(str(found.locate_file(top))))
+        for requirement in found.requires or ():
+            if "extra ==" not in requirement:
+                waiting.append(re.split(r"[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0])
+
+
+def check_environment(wheel: Path, extras: str, folder: Path) -> None:
+    """Install the wheel in a new environment and use it."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    link_torch(folder / "lib" / version / "site-packages")
+    wanted = f"{wheel}[{extras}]" if extras else str(wheel)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", wanted], check=True)
+    run(python, "-m", "pip", "check")
+    command = folder / "bin" / "megatron-dynbatch"
+    found = {run(command, "--version").strip(), run(python, "-c", WITHOUT_TORCH).strip()}
+    if found != {__version__}:
+        raise SystemExit(f"versions differ: {found}, {__version__}")
+    run(command, *PLAN)
+    if "plot" in extras:
+        run(command, *PLAN, "--plot", folder / "plan.png")
+        run(command, "doctor", "--cpu")
+        run(command, "completion", "bash")
+    else:
+        said = run(command, "report", folder, expect=2)
+        if "megatron-dynbatch[plot]" not in said or len(said.splitlines()) != 1:
+            raise SystemExit(f"without matplotlib `report` said: {said}")
+    print(f"installed with extras {extras or 'none'}: pip check and commands pass")
+
+
+def main() -> int:
+    """Exit code 0 if everything holds."""
+    with tempfile.TemporaryDirectory(prefix="package-check-") as name:
+        folder = Path(name)
+        sdist, wheel = build(folder / "dist")
+        look_inside(sdist, wheel)
+        for number, extras in enumerate(EXTRAS):
+            check_environment(wheel, extras, folder / f"environment-{number}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
