@@ -50,7 +50,7 @@ def supports(name: str, arguments: tuple[Any, ...]) -> bool:
     if name in ("weighted_sums_backward", "segment_sums_backward"):
         known = arguments[-1] in DTYPES
     elif name == "policy_loss":
-        tensors = [a for a in arguments if isinstance(a, Tensor) and a is not arguments[3]]
+        tensors = [a for a in (*arguments[:3], *arguments[4:7]) if a is not None]
         known = all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
     else:
         known = name == "token_weights" or first.dtype in DTYPES

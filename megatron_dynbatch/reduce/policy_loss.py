@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_dynbatch.reduce.checks import check_values
@@ -114,15 +115,20 @@ def _run(
     segments: tuple[Tensor | None, Tensor | None, int] = (None, None, 0)
     if table is not None:
         index = table.on(w.device)
-        segments = (index.pieces, index.samples, table.num_samples)
+        # float64 runs in torch everywhere, which needs the index.
+        needs_index = index.samples is None and x.logp.dtype == torch.float64
+        samples = table.samples_on(w.device) if needs_index else index.samples
+        segments = (index.pieces, samples, table.num_samples)
+    old, advantages = _wide(x.old_logp.detach()), _wide(x.advantages.detach())
+    ref, rollout = (t if t is None else _wide(t.detach()) for t in (x.ref_logp, x.rollout_logp))
     sums, _, per_sample = OPS.policy_loss.default(
-        x.logp,
-        x.old_logp.detach(),
-        x.advantages.detach(),
+        _wide(x.logp),
+        old,
+        advantages,
         w,
-        None if x.ref_logp is None else x.ref_logp.detach(),
-        None if x.rollout_logp is None else x.rollout_logp.detach(),
-        x.entropy,
+        ref,
+        rollout,
+        None if x.entropy is None else _wide(x.entropy),
         *formula.scalars(),
         *segments,
     )
@@ -139,6 +145,11 @@ def _run(
         return {**{k: v for k, v in metrics.items() if k not in left_out}, "loss": rows[0]}
 
     return by_name(sums), {} if table is None else by_name(per_sample)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Contiguous, and half precision as float32, which is exact: what the kernel reads."""
+    return (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).contiguous()
 
 
 __all__ = ["METRICS", "PolicyFormula", "policy_loss_sample_sums", "policy_loss_sums"]

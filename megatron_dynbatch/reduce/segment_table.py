@@ -102,6 +102,10 @@ class SegmentTable:
         """The same for sums on the host."""
         return Stretches.of(self.pieces, self.num_tokens)
 
+    def samples_on(self, device: torch.device) -> Tensor:
+        """`samples` as a tensor, for the torch implementation where kernels run too."""
+        return _copy(self.samples, device)
+
     def on(self, device: torch.device) -> DeviceSegments:
         """The table on a device, copied once; a GPU is not made to wait.
 

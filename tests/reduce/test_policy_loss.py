@@ -242,6 +242,34 @@ def test_sums_of_each_sample_and_their_gradient():
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_strided_inputs_give_the_numbers_of_float32(dtype):
+    options = PolicyFormula(kl="k3", kl_coef=0.1, importance="truncate", entropy_coef=0.1)
+    x, w = inputs(torch.float32)
+    x = {name: v.to(dtype) for name, v in x.items()}
+    results = []
+    for convert in (torch.Tensor.float, lambda v: torch.stack([v, v], 1)[:, 0]):
+        y = {name: convert(v) for name, v in x.items()}
+        leaf = x["logp"].clone().requires_grad_()
+        logp = leaf.float() if y["old"].dtype == torch.float32 else leaf
+        start = (logp, y["old"], y["advantages"], w, options)
+        total, sums = policy_loss_sample_sums(*start, TABLE, **given_tensors(y, options))
+        total["loss"].backward()
+        assert leaf.grad.dtype == dtype
+        results.append((total["loss"].detach(), sums["loss"].detach(), leaf.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_which_arguments_the_kernel_takes(monkeypatch):
+    monkeypatch.setattr(kernels, "status", lambda device: kernels.Status(True, ""))
+    x, w = inputs(torch.float32)
+    index = TABLE.on(torch.device("cpu"))
+    rest = (*PolicyFormula().scalars(), index.pieces, None, 5)
+    start = (x["logp"], x["old"], x["advantages"], w, None, None)
+    assert kernels.supports("policy_loss", (*start, x["entropy"], *rest))
+    assert not kernels.supports("policy_loss", (*start, x["entropy"].double(), *rest))
+
+
 def test_nan_where_a_token_counts_shows_in_the_kernel_too(emulator):
     w = torch.ones(1, dtype=torch.float64)
     for logp, advantage in ((NAN, 1.0), (0.0, NAN)):
