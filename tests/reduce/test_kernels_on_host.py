@@ -79,7 +79,7 @@ def test_number_of_samples(emulator, num_samples):
     assert_equal(run_everything(*random_batch(num_samples, 2, 1, longest=9)))
 
 
-@pytest.mark.parametrize("num_values", [1, 2, 3, 4, 5, 7, 8, 9, 17])
+@pytest.mark.parametrize("num_values", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17])
 def test_number_of_values(emulator, num_values):
     assert_equal(run_everything(*random_batch(3, 2, 0, num_values)))
 
