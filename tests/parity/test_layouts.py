@@ -30,7 +30,7 @@ def name_of(value: object) -> str:
     return value.name if isinstance(value, Layout) else str(value)
 
 
-@pytest.mark.parametrize("reduction", ["rollout", "token"])
+@pytest.mark.parametrize("reduction", ["rollout", pytest.param("token", marks=full)])
 @pytest.mark.parametrize(
     "layout",
     [Layout(), Layout(dp=2), Layout(pp=2), Layout(pp=4), Layout(pp=2, vpp=2)],
