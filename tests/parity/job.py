@@ -107,7 +107,8 @@ class Observed:
             distributed optimizer.
         parameters: For each optimizer step, global name → value after it; empty where they are
             gathered later.
-        biases: For each optimizer step, the expert biases [E] it ran with, in the order of layers.
+        biases: For each optimizer step, the expert biases [E] of this rank's layers. Megatron
+            updates them with the gradients, so these are the ones after it.
         cursors: For each logged iteration, the plugin's cursor as a checkpoint would keep it.
         lines: What Megatron printed on the last rank.
         notes: The rank's NOTES.

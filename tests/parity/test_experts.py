@@ -134,10 +134,10 @@ def logged_deviation(observed: Sequence[Observed], reference: Sequence[Reference
 
 
 def bias_deviation(observed: Sequence[Observed], reference: Sequence[ReferenceStep]) -> float:
-    """Of the expert biases that each step but the first ran with, on pipeline stages in order."""
+    """Of the expert biases after each step, on every rank."""
     worst = 0.0
     for one in observed:
-        for biases, step in zip(one.biases[1:], reference, strict=False):
+        for biases, step in zip(one.biases, reference, strict=True):
             # Stages hold different layers: each of them must be one of the loop's.
             for bias in biases:
                 worst = max(worst, min((bias - b).abs().max().item() for b in step.biases))
