@@ -5,7 +5,7 @@
 #   MEGATRON_LM=DIR examples/pretrain_gpt_dynamic.sh      the pretrain_gpt.py of that checkout
 #
 # Without MEGATRON_LM it runs examples/pretrain_gpt_sft.py, a script of the same shape. Both write
-# $OUT/steps.jsonl, one line per step. PYTHON and OUT may be set.
+# $OUT/steps.jsonl, one line per step. PYTHON and OUT may be set; arguments are added to Megatron's.
 #
 # Real size, an 8B model on one node of 8 GPUs (tensor parallel 2, context parallel 2, so data
 # parallel 2), from a Megatron-LM checkout; --load is a checkpoint to start from:
@@ -68,4 +68,4 @@ PYTHON
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 128 \
     --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 \
     --tokenizer-type NullTokenizer --vocab-size 64 --eval-iters 0 --log-interval 1 \
-    --step-report "$out/steps.jsonl"
+    --step-report "$out/steps.jsonl" "$@"

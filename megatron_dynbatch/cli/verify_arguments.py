@@ -99,9 +99,11 @@ def _value_of(arguments: Sequence[str], name: str) -> str | None:
 
 
 def size_of(arguments: Sequence[str], kind: str) -> int:
+    """Size of "tensor" or "pipeline" model parallelism that the arguments ask for."""
     return int(_value_of(arguments, f"--{kind}-model-parallel-size") or 1)
 
 
 def counts_empty_samples(arguments: Sequence[str]) -> bool:
+    """Whether samples without a trained token count in B, so that more of them change the loss."""
     by_sample = _value_of(arguments, "--loss-reduction") == "sample"
     return by_sample and _value_of(arguments, "--empty-rollouts") != "skip"

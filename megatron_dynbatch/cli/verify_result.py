@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_dynbatch.cli.console import styled
 from megatron_dynbatch.cli.verify_cells import Cell, Outcome
 
 GRADIENT = "gradient"
@@ -160,9 +161,10 @@ def as_table(result: Verification) -> str:
     wrong = [v.name for v in result.verdicts if not v.invariant]
     if result.invariant:
         largest = max((d for v in result.verdicts for d in v.deviations.values()), default=0.0)
-        lines.append(f"invariant: no quantity deviates by more than {largest:.1e}")
+        verdict = styled("invariant", "green")
+        lines.append(f"{verdict}: no quantity deviates by more than {largest:.1e}")
     elif wrong:
-        lines.append(f"NOT invariant: {', '.join(wrong)}")
+        lines.append(f"{styled('NOT invariant', 'bold red')}: {', '.join(wrong)}")
         lines += [f"  {reason}" for reason in result.reasons()]
         lines.append(_REMEDY)
     return "\n".join(lines)

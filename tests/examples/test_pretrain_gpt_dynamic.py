@@ -16,7 +16,7 @@ from tests.pool import ROOT
 
 def test_the_stock_script_trains_steps_of_any_size(tmp_path: Path) -> None:
     done = subprocess.run(
-        ["bash", str(ROOT / "examples" / "pretrain_gpt_dynamic.sh")],
+        ["bash", str(ROOT / "examples" / "pretrain_gpt_dynamic.sh"), "--step-progress", "bar"],
         env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "run")},
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
@@ -26,6 +26,8 @@ def test_the_stock_script_trains_steps_of_any_size(tmp_path: Path) -> None:
     # One to three samples by turns.
     assert [r.num_samples for r in reports] == [15, 9, 24, 6]
     assert reports[-1].consumed_rollouts == 28
+    # Rank 0 draws the first micro-batch at once.
+    assert "batch 0, step" in done.stderr and "8 rollouts" in done.stderr
 
 
 def test_similar_tokens_on_a_batch_worked_out_by_hand() -> None:
