@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from megatron_dynbatch._version import __version__
 
@@ -35,6 +35,14 @@ COMMANDS = {
     "sites": Command("sites", "which hooked places moved in another Megatron-LM tree"),
     "completion": Command("completion", "shell code that completes commands and flags"),
 }
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage of dozens of flags."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with code 2."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
 
 EXAMPLES = """\
 examples:
@@ -82,7 +90,7 @@ def build_parser(words: Sequence[str] | dict[str, Command]) -> argparse.Argument
     Args:
         words: Subcommands among them get their arguments; the others stand in the list only.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megatron-dynbatch",
         description="Megatron-LM training in which every step has its own global batch size.",
         epilog=EXAMPLES,

@@ -18,7 +18,7 @@ Bar = tuple[str, int, int]
 # A drawing takes some 2 ms of one CPU core, so this is 0.2 % of one.
 _REDRAW_SECONDS = 1.0
 _PLAIN_SECONDS = 10.0
-_BAR_WIDTH = 18
+_WIDEST_BAR = 24
 _ERASE_LINE = "\033[2K\r"
 
 
@@ -72,11 +72,13 @@ class ProgressLine:
 
         console = Console(file=self._stream, highlight=False, force_terminal=True)
         grid = Table.grid(padding=(0, 1))
+        counts = [f"{done}/{total}" for _, done, total in bars]
+        words = sum(len(text) + 1 for text in (*counts, *(bar[0] for bar in bars), note))
+        room = (console.width - 2 - words) // max(1, len(bars)) - 1
         cells: list[Text | ProgressBar] = []
-        for label, done, total in bars:
-            cells += [
-                Text(label), ProgressBar(total, done, _BAR_WIDTH), Text(f"{done}/{total}"),
-            ]  # fmt: skip
+        for (label, done, total), count in zip(bars, counts, strict=True):
+            bar = ProgressBar(total, done, max(1, min(_WIDEST_BAR, room)))
+            cells += [Text(label), bar, Text(count)]
         for _ in range(len(cells) + 1):
             grid.add_column(no_wrap=True, overflow="crop")
         grid.add_row(*cells, Text(note))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dynbatch.cli import console
-from megatron_dynbatch.cli.main import COMMANDS, build_parser, main
+from megatron_dynbatch.cli.main import COMMANDS, main
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -143,9 +143,20 @@ def test_completion_code_is_printed_for_each_shell(capsys: pytest.CaptureFixture
         assert "megatron-dynbatch" in capsys.readouterr().out
 
 
-def test_a_missing_command_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "megatron-dynbatch: the following arguments are required: COMMAND"),
+        (["plan"], "megatron-dynbatch plan: one of the arguments --rollouts --lengths"),
+        (["plan", "--distribution", "Z"], "argument --distribution: invalid choice: 'Z'"),
+        (["doctor", "--jason"], "unrecognized arguments: --jason"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
-        main([])
+        main(arguments)
     assert end.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
-    assert build_parser([]).prog == "megatron-dynbatch"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and line.endswith("--help")

@@ -96,8 +96,10 @@ def link_torch(site: Path) -> None:
             if top.name != "__pycache__" and not (site / top).exists():
                 (site / top).symlink_to(Path(str(found.locate_file(top))))
         for requirement in found.requires or ():
-            if "extra ==" not in requirement:
-                waiting.append(re.split(r"[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0])
+            needed = re.split(r"[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0]
+            # torch asks for CUDA's parts as extras of one package.
+            if "extra ==" not in requirement or needed.startswith("nvidia-"):
+                waiting.append(needed)
 
 
 def check_environment(wheel: Path, extras: str, folder: Path) -> None:

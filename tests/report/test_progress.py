@@ -48,9 +48,12 @@ def test_steps_and_micro_batches_are_counted_over_model_chunks() -> None:
     assert line.shown[0][0][0][0] == "batch 7, step" and line.shown[0][1] == "5 rollouts"
 
 
-def test_bars_are_one_line_that_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_bars_are_one_line_that_gives_way(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
     pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.setenv("COLUMNS", str(columns))
     stream = io.StringIO()
     line = ProgressLine(stream, bars=True)
     line.show([("batch 3, step", 1, 3), ("micro-batch", 4, 10)], "32 rollouts")
@@ -59,7 +62,7 @@ def test_bars_are_one_line_that_gives_way(monkeypatch: pytest.MonkeyPatch) -> No
     assert "\n" not in text and text.endswith("\r") and text.startswith("\033[2K\r")
     plain = ESCAPES.sub("", text).strip("\r")
     assert re.fullmatch(r"batch 3, step \S+ +1/3 micro-batch \S+ +4/10 32 rollouts *", plain)
-    assert len(plain) < 90
+    assert len(plain) < columns
     line.clear()
     assert stream.getvalue().endswith("\033[2K\r")
 
