@@ -227,9 +227,9 @@ def test_auxiliary_losses_carry_the_loss_scale_of_fp16(layout: Layout, short_pat
         "fp16": True,
         "initial-loss-scale": 256.0,
     }
-    rows = run_cell(Cell(layout.ranks, flags, recipe, EXPERTS))[-1].rows
-    with_loss = train(make_steps(SHORT_SIZES), recipe, EXPERTS)
-    alone = train(make_steps(SHORT_SIZES)[:1], Recipe(), EXPERTS)
-    assert with_loss[0].grad_norm > 2 * alone[0].grad_norm
-    for row, step in zip(rows, with_loss, strict=True):
-        assert row["grad_norm"] == pytest.approx(step.grad_norm, rel=2e-2)
+    row = run_cell(Cell(layout.ranks, flags, recipe, EXPERTS))[-1].rows[0]
+    (with_loss,) = train(make_steps(SHORT_SIZES)[:1], recipe, EXPERTS)
+    (alone,) = train(make_steps(SHORT_SIZES)[:1], Recipe(), EXPERTS)
+    assert with_loss.grad_norm > 2 * alone.grad_norm
+    # The first step only: rounded to half precision, later weights route some tokens elsewhere.
+    assert row["grad_norm"] == pytest.approx(with_loss.grad_norm, rel=2e-2)
