@@ -82,6 +82,7 @@ class Session:
             device=torch.device("cuda", torch.cuda.current_device()),
             # The loss, which reads advantages and log-probs, is on the last stage.
             fields=None if stage == num_stages - 1 else (),
+            lengths_only=0 < stage < num_stages - 1 and not args.mtp_num_layers,
             staleness=staleness_from_args(args),
             keep_batches=args.keep_batches,
         )

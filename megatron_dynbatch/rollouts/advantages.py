@@ -182,9 +182,7 @@ class Moments:
             total = cls(
                 count,
                 total.mean + step * part.count / count,
-                total.deviations
-                + part.deviations
-                + step * step * total.count * part.count / count,
+                total.deviations + part.deviations + step * step * total.count * part.count / count,
             )
         return total
 

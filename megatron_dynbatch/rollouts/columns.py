@@ -1,12 +1,16 @@
 """Samples ↔ columns of a Parquet table: names, types, and the cells of each sample.
 
 A batch is stored as an index (`INDEX_TYPES`, one row per sample in row order) and parts that hold
-the samples themselves (`PART_TYPES` and a binary column per array or blob of the user's own).
+the samples themselves (`REQUIRED_TYPES`, `OPTIONAL_TYPES` and a binary column per array or blob of
+the user's own). The index also tells for each optional column of the parts which rows have a cell
+(`CELLS`), so that the place of every cell in a part follows from the index.
 """
 
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,8 +46,14 @@ REQUIRED_TYPES: dict[str, Any] = {
     "row": pa.int64(),
     **dict.fromkeys(IDS, pa.int64()),
     "tokens": pa.list_(pa.int32()),
-    "loss_mask": pa.list_(pa.uint8()),
+    "loss_mask": pa.list_(pa.bool_()),
 }
+CHECKSUMS = ("checksums", "optional_checksums")
+"""Columns of a part: of each row the CRC-32 of its required cells, and of its optional ones."""
+
+CELLS = "cells/"
+"""`cells/NAME` of the index: −1 without a cell in column NAME, else the bytes of a binary cell."""
+
 _FLOATS = pa.list_(pa.float32())
 OPTIONAL_TYPES: dict[str, Any] = {
     "reward": pa.float64(),
@@ -77,6 +87,13 @@ def optional_cells(sample: Sample) -> dict[str, Any]:
     return {name: cell for name, cell in cells.items() if cell is not None}
 
 
+def optional_names(cells: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Optional columns that some row has a cell in, in the order in which parts store them."""
+    present = {name for row in cells for name in row}
+    own = [name for name in OPTIONAL_TYPES if name in present]
+    return own + sorted(name for name in present if is_extra(name))
+
+
 def required_cells(sample: Sample, row: int) -> dict[str, Any]:
     """Column → cell of what every sample has."""
     ids = {name: value(sample) for name, value in IDS.items()}
@@ -98,6 +115,26 @@ def sample_from_cells(cells: dict[str, Any]) -> Sample:
         cell = cells.pop(column)
         extras[kind][name] = cell if kind == "blobs" else np.load(io.BytesIO(cell))
     return Sample(**cells, **extras)
+
+
+def cell_bytes(name: str, cell: Any) -> bytes:
+    """What a checksum of a cell is taken over: its values as stored, a mask's as bytes."""
+    if isinstance(cell, (int, float)):
+        return struct.pack("<q" if isinstance(cell, int) else "<d", cell)
+    if isinstance(cell, bytes):
+        return cell
+    stored = np.uint8 if name == "loss_mask" else column_type(name).value_type.to_pandas_dtype()
+    return np.ascontiguousarray(cell, stored).tobytes()
+
+
+def checksum(name: str, cell: Any) -> int:
+    """CRC-32 of a cell; 0 of none."""
+    return 0 if cell is None else zlib.crc32(cell_bytes(name, cell))
+
+
+def checksums(cells: Mapping[str, Any], names: Iterable[str]) -> bytes:
+    """Checksums of these cells of a row, four bytes each."""
+    return b"".join(struct.pack("<I", checksum(name, cells.get(name))) for name in names)
 
 
 def arrow_table(columns: Mapping[str, Sequence[Any]], types: Mapping[str, Any]) -> Any:

@@ -117,7 +117,7 @@ class RolloutDirectory:
             for number, rows in enumerate(division.rows):
                 with new_file(slot / _part_name(number)) as file:
                     members = [batch[row] for row in rows]
-                    write_part(file, members, rows, row_groups=division.row_groups)
+                    write_part(file, members, rows)
             with new_file(slot / _INDEX) as file:
                 write_index(file, batch.samples, division.places)
             if plan_json is not None:
@@ -173,7 +173,7 @@ class RolloutDirectory:
     def read(
         self, batch_id: int, rows: Sequence[int], fields: Collection[str] | None = None
     ) -> list[Sample]:
-        """Some rows of a batch, in the order asked; reads only the row groups that hold them.
+        """Some rows of a batch, in the order asked; reads their bytes and little else.
 
         Args:
             batch_id: The batch.
@@ -189,10 +189,11 @@ class RolloutDirectory:
         if not rows:
             check_fields(fields)
         samples: dict[int, Sample] = {}
-        places = self._when_visible(batch / _INDEX, lambda: read_places(batch / _INDEX, rows))
-        for part, positions in places.items():
+        places = self._when_visible(batch / _INDEX, lambda: read_places(batch / _INDEX, fields))
+        for part, positions in places.by_part(rows).items():
             path = batch / _part_name(part)
-            read = partial(read_part, [path], positions, fields, self._vocab_size)
+            cells = places.cells(part)
+            read = partial(read_part, [path], positions, fields, self._vocab_size, cells)
             samples |= self._when_visible(path, read)
         return [samples[row] for row in rows]
 
@@ -214,7 +215,7 @@ class RolloutDirectory:
     def read_parts(self, batch_id: int) -> tuple[list[Sample], list[list[int]]]:
         """All samples of a batch in row order, and the rows of each of its parts in order."""
         rows = range(len(self.index(batch_id)))
-        places = read_places(self._batch_path(batch_id) / _INDEX, rows)
+        places = read_places(self._batch_path(batch_id) / _INDEX, ()).by_part(rows)
         parts = [sorted(at, key=at.__getitem__) for _, at in sorted(places.items())]
         return self.read(batch_id, rows), parts
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.files import TEMPORARY, replace_text
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _FORMAT = "megatron-dynbatch rollouts"
 _MARKER = "dynbatch.json"

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from megatron_dynbatch.rollouts.columns import (
+    CELLS,
     INDEX_COLUMNS,
     INDEX_TYPES,
     OPTIONAL_TYPES,
@@ -31,6 +32,7 @@ from megatron_dynbatch.rollouts.columns import (
 )
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import SampleIndex
+from megatron_dynbatch.rollouts.parquet_rows import PartCells, can_read_rows, read_rows
 from megatron_dynbatch.rollouts.sample import OPTIONAL_FIELDS, Sample
 from megatron_dynbatch.rollouts.validation import MAX_TOKEN_ID, validate_samples
 
@@ -82,25 +84,70 @@ def read_index(source: Stored, vocab_size: int | None = None) -> SampleIndex:
     return index
 
 
-def read_places(source: Stored, rows: Sequence[int]) -> dict[int, dict[int, int]]:
-    """Part → row → position in the part, of some rows.
+@dataclass(frozen=True)
+class Places:
+    """Where the samples of a batch are.
+
+    Attributes:
+        source: The index that says so.
+        parts: int64 [S], part of each row.
+        positions: int64 [S], position of each row in its part.
+        total_lengths: int64 [S].
+        response_lengths: int64 [S].
+        sizes: Optional column → int [S], see `PartCells`.
+    """
+
+    source: Stored
+    parts: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    total_lengths: NDArray[np.int64]
+    response_lengths: NDArray[np.int64]
+    sizes: dict[str, NDArray[np.int64]]
+
+    def by_part(self, rows: Sequence[int]) -> dict[int, dict[int, int]]:
+        """Part → row → position in the part, of some rows.
+
+        Raises:
+            ValueError: No such row.
+        """
+        places: dict[int, dict[int, int]] = {}
+        size = len(self.parts)
+        for row in rows:
+            if not 0 <= row < size:
+                raise ValueError(f"{self.source}: no row {row}; the batch has rows 0 to {size - 1}")
+            places.setdefault(int(self.parts[row]), {})[row] = int(self.positions[row])
+        return places
+
+    def cells(self, part: int) -> PartCells:
+        """Sizes of the cells of a part."""
+        rows = np.flatnonzero(self.parts == part)
+        rows = rows[np.argsort(self.positions[rows])]
+        sizes = {name: column[rows] for name, column in self.sizes.items()}
+        return PartCells(self.total_lengths[rows], self.response_lengths[rows], sizes)
+
+
+def read_places(source: Stored, fields: Collection[str] | None = None) -> Places:
+    """Reads where the samples of a batch are.
 
     Args:
         source: From `write_index`.
-        rows: Row numbers.
+        fields: Optional fields that are to be read; None: all.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: No such row.
         RolloutDataError: The file is damaged or lacks a column.
     """
-    part, position = _read_integers(source, list(PLACE_COLUMNS)).values()
-    places: dict[int, dict[int, int]] = {}
-    for row in rows:
-        if not 0 <= row < len(part):
-            raise ValueError(f"{source}: no row {row}; the batch has rows 0 to {len(part) - 1}")
-        places.setdefault(int(part[row]), {})[row] = int(position[row])
-    return places
+    with _open(source) as (_, file):
+        _check_types(source, file.schema_arrow, INDEX_TYPES)
+        sizes = [name for name in file.schema_arrow.names if name.startswith(CELLS)]
+        if fields is not None and not fields:
+            sizes = []
+        names = [*PLACE_COLUMNS, "total_length", "response_length", *sizes]
+        table = file.read(columns=names, use_threads=False)
+    columns = {name: _integers(source, name, table.column(name)) for name in names}
+    own_sizes = {name.removeprefix(CELLS): columns.pop(name) for name in sizes}
+    part, position, total, response = columns.values()
+    return Places(source, part, position, total, response, own_sizes)
 
 
 def check_fields(fields: Collection[str] | None, extras: Collection[str] = ()) -> None:
@@ -117,14 +164,16 @@ def read_part(
     positions: Mapping[int, int],
     fields: Collection[str] | None = None,
     vocab_size: int | None = None,
+    part_cells: PartCells | None = None,
 ) -> dict[int, Sample]:
-    """Reads some samples of a part, and only the row groups that hold them.
+    """Reads some samples of a part, and hardly anything else.
 
     Args:
         sources: Files that hold the columns of the part; the first has tokens, masks and ids.
         positions: Row of the batch → position in the part.
         fields: Optional fields and extras to fill in; None: all that there are.
         vocab_size: Token ids must be below it, if given.
+        part_cells: From the index; without them whole row groups are read.
 
     Returns:
         Row → sample.
@@ -137,9 +186,9 @@ def read_part(
     """
     cells: dict[int, dict[str, Any]] = {row: {} for row in positions}
     for number, source in enumerate(sources):
-        with _open(source) as file:
+        with _open(source) as (raw, file):
             names = _part_columns(source, file, fields, has_required=number == 0)
-            for row, found in _read_cells(source, file, names, positions):
+            for row, found in _read_cells(source, raw, file, names, positions, part_cells):
                 cells[row] |= found
     first = sources[0]
     samples = {row: _sample(first, row, found) for row, found in cells.items()}
@@ -152,17 +201,18 @@ def read_part(
 
 
 @contextmanager
-def _open(source: Stored) -> Iterator[Any]:
-    """Opens a Parquet file and turns every sign of damage into one kind of error."""
+def _open(source: Stored) -> Iterator[tuple[Any, Any]]:
+    """A file, also opened as Parquet; every sign of damage becomes one kind of error."""
     try:
         with (
             pa.OSFile(str(source))
             if isinstance(source, Path)
             else pa.BufferReader(pa.py_buffer(source.content))
         ) as file:
-            yield pq.ParquetFile(
+            parquet = pq.ParquetFile(
                 file, metadata=_metadata(file), pre_buffer=True, page_checksum_verification=True
             )
+            yield file, parquet
     except (FileNotFoundError, PermissionError, RolloutDataError):
         raise
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
@@ -184,7 +234,7 @@ def _metadata(file: Any) -> Any:
 
 
 def _read_integers(source: Stored, names: list[str]) -> dict[str, NDArray[np.int64]]:
-    with _open(source) as file:
+    with _open(source) as (_, file):
         _check_types(source, file.schema_arrow, INDEX_TYPES)
         table = file.read(columns=names, use_threads=False)
     return {name: _integers(source, name, table.column(name)) for name in names}
@@ -220,14 +270,28 @@ def _part_columns(
 
 
 def _read_cells(
-    source: Stored, file: Any, names: list[str], positions: Mapping[int, int]
+    source: Stored,
+    raw: Any,
+    file: Any,
+    names: list[str],
+    positions: Mapping[int, int],
+    part_cells: PartCells | None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Row and cells of each wanted sample."""
+    if part_cells is not None and not can_read_rows(file):
+        part_cells = None
     counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     ends = np.cumsum(counts, dtype=np.int64)
     for group, members in _by_group(source, positions, ends).items():
-        table = file.read_row_group(group, columns=names, use_threads=False)
         start = int(ends[group]) - counts[group]
+        if part_cells is not None and part_cells.is_few(start, counts[group], members):
+            for row, found in read_rows(
+                source, raw, file, part_cells, group, start, members, names
+            ):
+                _check_row(source, found, row, positions[row])
+                yield row, found
+            continue
+        table = file.read_row_group(group, columns=names, use_threads=False)
         if names and table.num_rows != counts[group]:
             raise RolloutDataError(
                 f"{source}: row group {group} has {table.num_rows} rows, its footer says "
@@ -236,12 +300,16 @@ def _read_cells(
         columns = {name: _column_cells(source, name, table.column(name)) for name in names}
         for row, position in members:
             cells = {name: column[position - start] for name, column in columns.items()}
-            if cells.get("row", row) != row:
-                raise RolloutDataError(
-                    f"{source}: position {position} holds row {cells['row']}, the index says row "
-                    f"{row}; index and part are of different batches: write the batch again"
-                )
+            _check_row(source, cells, row, position)
             yield row, cells
+
+
+def _check_row(source: Stored, cells: Mapping[str, Any], row: int, position: int) -> None:
+    if cells.get("row", row) != row:
+        raise RolloutDataError(
+            f"{source}: position {position} holds row {cells['row']}, the index says row {row}; "
+            "index and part are of different batches: write the batch again"
+        )
 
 
 def _by_group(
@@ -291,7 +359,7 @@ def _lists(source: Stored, name: str, column: Any) -> list[NDArray[Any] | None]:
     offsets = array.offsets.to_numpy()
     if array.values.null_count:
         raise RolloutDataError(f"{source}: column {name} has an empty entry")
-    values = array.values.to_numpy()
+    values = array.values.to_numpy(zero_copy_only=False)  # a mask is stored in bits
     is_absent = array.is_null().to_numpy(zero_copy_only=False)
     return [
         None if absent else values[offsets[i] : offsets[i + 1]]

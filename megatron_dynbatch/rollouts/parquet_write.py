@@ -4,6 +4,9 @@ The index has one row per sample in row order: lengths, ids, the largest token i
 the sample is; a batch is planned and checked against a vocabulary from it. A planned batch has a
 part for each data-parallel rank, in the order in which the rank trains, so that a rank reads one
 file from start to end. A part names the row of each of its samples.
+
+Invariant (asserted by the tests): a column chunk of a part is one plain, uncompressed page, so that
+its values are the last bytes of the chunk and any row can be read alone (`parquet_rows`).
 """
 
 from __future__ import annotations
@@ -21,34 +24,28 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from megatron_dynbatch.rollouts.columns import (
+    CELLS,
+    CHECKSUMS,
     INDEX_COLUMNS,
     INDEX_TYPES,
-    OPTIONAL_TYPES,
     PLACE_COLUMNS,
     REQUIRED_TYPES,
     arrow_table,
+    checksums,
     column_type,
     columns_of,
     is_extra,
     optional_cells,
+    optional_names,
     required_cells,
 )
-from megatron_dynbatch.rollouts.sample import Sample
+from megatron_dynbatch.rollouts.sample import PER_TOKEN_FIELDS, Sample
 
+ROW_GROUP_ROWS = 4096
+ROW_GROUP_BYTES = 1 << 26
+"""A row group ends at this many rows, or before the sample that would pass this many bytes."""
 
-@dataclass(frozen=True)
-class RowGroups:
-    """A row group ends at this many rows, or before the sample that would pass this many tokens."""
-
-    rows: int
-    tokens: int
-
-
-SCATTERED = RowGroups(rows=32, tokens=1 << 16)
-"""Where readers take rows here and there."""
-
-CONTIGUOUS = RowGroups(rows=4096, tokens=1 << 20)
-"""Where a reader takes the whole part."""
+_ONE_PAGE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -58,12 +55,10 @@ class Parts:
     Attributes:
         rows: Rows of each part, in storage order.
         places: int32 [S, 2], part and position in it of each row.
-        row_groups: How large row groups are.
     """
 
     rows: tuple[tuple[int, ...], ...]
     places: NDArray[np.int32]
-    row_groups: RowGroups
 
     @classmethod
     def of(cls, num_samples: int, parts: Sequence[Sequence[int]] | None) -> Parts:
@@ -87,7 +82,7 @@ class Parts:
             places[list(rest), 0] = len(asked)
             places[list(rest), 1] = np.arange(len(rest))
             asked.append(rest)
-        return cls(tuple(asked), places, SCATTERED if parts is None else CONTIGUOUS)
+        return cls(tuple(asked), places)
 
 
 def write_index(sink: Any, samples: Sequence[Sample], places: NDArray[np.int32]) -> None:
@@ -102,18 +97,18 @@ def write_index(sink: Any, samples: Sequence[Sample], places: NDArray[np.int32])
         name: [value(sample) for sample in samples] for name, value in INDEX_COLUMNS.items()
     }
     columns |= dict(zip(PLACE_COLUMNS, places.T.tolist(), strict=True))
-    table = arrow_table(columns, INDEX_TYPES)
+    sizes = _cell_sizes([optional_cells(sample) for sample in samples])
+    columns |= sizes
+    repeating = {"rollout_id", "group_id", "policy_version", "part"}
+    repeating |= {name for name in sizes if not is_extra(name.removeprefix(CELLS))}
+    table = arrow_table(columns, {**INDEX_TYPES, **dict.fromkeys(sizes, pa.int32())})
     pq.write_table(
         table,
         sink,
         row_group_size=max(1, len(samples)),
         compression="zstd",
-        use_dictionary=["rollout_id", "group_id", "policy_version", "part"],
-        column_encoding={
-            name: "DELTA_BINARY_PACKED"
-            for name in columns
-            if name not in ("rollout_id", "group_id", "policy_version", "part")
-        },
+        use_dictionary=sorted(repeating),
+        column_encoding={n: "DELTA_BINARY_PACKED" for n in columns if n not in repeating},
         write_statistics=False,
         write_page_checksum=True,
         store_schema=False,
@@ -125,7 +120,6 @@ def write_part(
     samples: Sequence[Sample],
     rows: Sequence[int],
     *,
-    row_groups: RowGroups = SCATTERED,
     required: bool = True,
     optional: bool = True,
 ) -> None:
@@ -135,45 +129,76 @@ def write_part(
         sink: A binary file.
         samples: Validated samples, in the order in which to store them.
         rows: Row of the batch that each of them is.
-        row_groups: How large row groups are.
         required: Whether to store tokens, masks and ids.
         optional: Whether to store everything else.
     """
-    cells = [
-        (required_cells(sample, row) if required else {})
-        | (optional_cells(sample) if optional else {})
-        for sample, row in zip(samples, rows, strict=True)
+    pairs = list(zip(samples, rows, strict=True))
+    both = [
+        _half(list(REQUIRED_TYPES), CHECKSUMS[0], [required_cells(s, r) for s, r in pairs])
+        if required
+        else {},
+        _optional_half([optional_cells(s) for s, _ in pairs]) if optional else {},
     ]
-    names = [*(REQUIRED_TYPES if required else ())]
-    present = {name for row in cells for name in row}
-    names += [name for name in OPTIONAL_TYPES if name in present]
-    names += sorted(name for name in present if is_extra(name))
-    types = {name: column_type(name) for name in names}
-    if not names:
+    columns = {name: column for half in both for name, column in half.items()}
+    if not columns:
         return
+    types = {name: column_type(name) for name in columns}
+    types |= {name: pa.binary(len(columns[name][0])) for name in CHECKSUMS if name in columns}
     with pq.ParquetWriter(
         sink,
         pa.schema(list(types.items())),
-        compression="zstd",
-        use_dictionary=["tokens.list.element", "loss_mask.list.element"] if required else False,
+        compression="none",
+        use_dictionary=False,
+        data_page_size=_ONE_PAGE,
         write_statistics=False,
         write_page_checksum=True,
         store_schema=False,
     ) as writer:
-        for group in _row_groups([sample.total_length for sample in samples], row_groups):
-            table = arrow_table(columns_of((cells[i] for i in group), names), types)
-            writer.write_table(table, row_group_size=len(group))
+        for group in _row_groups([_num_bytes(sample) for sample in samples]):
+            members = {name: column[group.start : group.stop] for name, column in columns.items()}
+            writer.write_table(arrow_table(members, types), row_group_size=len(group))
 
 
-def _row_groups(lengths: Sequence[int], size: RowGroups) -> Iterator[range]:
-    start = tokens = 0
-    for row, length in enumerate(lengths):
-        is_full = row - start == size.rows or tokens + length > size.tokens
+def _half(
+    names: list[str], checksums_name: str, cells: Sequence[dict[str, Any]]
+) -> dict[str, list[Any]]:
+    """Columns of these names, and their checksums."""
+    return columns_of(cells, names) | {checksums_name: [checksums(c, names) for c in cells]}
+
+
+def _optional_half(cells: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    names = optional_names(cells)
+    return _half(names, CHECKSUMS[1], cells) if names else {}
+
+
+def _cell_sizes(cells: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """The `CELLS` columns of the index."""
+    return {
+        f"{CELLS}{name}": [
+            -1 if (cell := own.get(name)) is None else len(cell) if is_extra(name) else 0
+            for own in cells
+        ]
+        for name in optional_names(cells)
+    }
+
+
+def _num_bytes(sample: Sample) -> int:
+    """Roughly what a sample takes in a part."""
+    arrays = [*sample.token_arrays.values(), *sample.response_arrays.values()]
+    per_token = sum(getattr(sample, name) is not None for name in PER_TOKEN_FIELDS)
+    own = 4 * sample.total_length + 4 * (1 + per_token) * sample.response_length
+    return own + sum(a.nbytes for a in arrays) + sum(map(len, sample.blobs.values()))
+
+
+def _row_groups(num_bytes: Sequence[int]) -> Iterator[range]:
+    start = total = 0
+    for row, size in enumerate(num_bytes):
+        is_full = row - start == ROW_GROUP_ROWS or total + size > ROW_GROUP_BYTES
         if is_full and row > start:
             yield range(start, row)
-            start, tokens = row, 0
-        tokens += length
-    yield range(start, len(lengths))
+            start, total = row, 0
+        total += size
+    yield range(start, len(num_bytes))
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Rollouts over Ray: an actor holds the queue, the samples lie in the object store.
 
 A rank asks the actor where its rows are and fetches only the objects that hold them: its own part
-of a planned batch, without the optional fields unless it wants them. Ray moves an object once to a
-node, so that tensor-, pipeline- and context-parallel ranks of one data-parallel rank share it.
+of a planned batch, without the optional fields unless it wants them. Where no part is just these
+rows (another plan is trained), the actor makes one. Ray moves an object once to a node, so that
+tensor-, pipeline- and context-parallel ranks of one data-parallel rank share it.
 
 Invariants (asserted by the tests): a write is repeated under one key after the actor failed, so no
 batch is lost or doubled. With a journal, a restarted actor has all batches again; without one it
@@ -27,6 +28,7 @@ from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import SampleIndex
 from megatron_dynbatch.rollouts.parquet_read import (
     Blob,
+    Places,
     check_fields,
     read_index,
     read_part,
@@ -40,6 +42,7 @@ from megatron_dynbatch.rollouts.store import BatchStore, batch_number, check_not
 NAMESPACE = "megatron_dynbatch"
 _CALL_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
+_CUTS_KEPT = 1024  # parts made for ranks: those of the next batch for as many of them
 
 
 class EncodedBatch(NamedTuple):
@@ -65,25 +68,20 @@ def encode_batch(
         ValueError: Parts that are none of these samples.
     """
     division = Parts.of(len(samples), parts)
-    encoded: list[tuple[Any, Any | None]] = []
-    for rows in division.rows:
-        members = [samples[row] for row in rows]
-        halves = []
-        for required in (True, False):
-            sink = io.BytesIO()
-            write_part(
-                sink,
-                members,
-                rows,
-                row_groups=division.row_groups,
-                required=required,
-                optional=not required,
-            )
-            halves.append(_array(sink))
-        encoded.append((halves[0], halves[1] if halves[1].size else None))
+    encoded = [encode_part([samples[row] for row in rows], rows) for rows in division.rows]
     sink = io.BytesIO()
     write_index(sink, samples, division.places)
     return EncodedBatch(_array(sink), encoded, plan_json)
+
+
+def encode_part(samples: Sequence[Sample], rows: Sequence[int]) -> tuple[Any, Any | None]:
+    """Tokens, masks and ids of some rows of a batch, and their optional fields if they have any."""
+    halves = []
+    for required in (True, False):
+        sink = io.BytesIO()
+        write_part(sink, samples, rows, required=required, optional=not required)
+        halves.append(_array(sink))
+    return halves[0], halves[1] if halves[1].size else None
 
 
 class RolloutHub:
@@ -100,6 +98,7 @@ class RolloutHub:
         self._store: BatchStore[EncodedBatch] = BatchStore(name)
         self._fetched: dict[int, EncodedBatch] = {}
         self._notes: dict[str, str] = {}
+        self._cuts: dict[tuple[int, tuple[int, ...]], tuple[Any, Any | None]] = {}
         # Set by Ray when it starts the actor anew after a failure.
         self._has_lost_batches = (
             journal is None and ray.get_runtime_context().was_current_actor_reconstructed
@@ -138,16 +137,46 @@ class RolloutHub:
 
     def locate(
         self, batch_id: int, rows: Sequence[int]
-    ) -> list[tuple[int, dict[int, int], tuple[Any, Any | None]]]:
-        """Number, positions of the rows, and objects, of each part that holds some of the rows."""
+    ) -> list[tuple[dict[int, int], tuple[Any, Any | None]]]:
+        """Positions of the rows, and objects, of parts that are these rows and no others."""
         batch = self._batch(batch_id)
-        places = read_places(Blob(f"{self._name}, batch {batch_id}", batch.index), rows)
-        return [(part, positions, batch.parts[part]) for part, positions in places.items()]
+        places = read_places(Blob(f"{self._name}, batch {batch_id}", batch.index))
+        located: list[tuple[dict[int, int], tuple[Any, Any | None]]] = []
+        rest: dict[int, dict[int, int]] = {}
+        for part, positions in places.by_part(rows).items():
+            if len(positions) == np.count_nonzero(places.parts == part):
+                located.append((positions, batch.parts[part]))
+            else:
+                rest[part] = positions
+        if rest:
+            cut = tuple(sorted(row for positions in rest.values() for row in positions))
+            if (batch_id, cut) not in self._cuts:
+                self._cuts[batch_id, cut] = self._cut(places, batch, rest, cut)
+            located.append(({row: n for n, row in enumerate(cut)}, self._cuts[batch_id, cut]))
+        return located
+
+    def _cut(
+        self,
+        places: Places,
+        batch: EncodedBatch,
+        by_part: dict[int, dict[int, int]],
+        rows: Sequence[int],
+    ) -> tuple[Any, Any | None]:
+        """Objects that hold these rows; the same ones serve every rank that asks for them."""
+        samples: dict[int, Sample] = {}
+        for part, positions in by_part.items():
+            refs = [ref for ref in batch.parts[part] if ref is not None]
+            blobs = [Blob(f"{places.source}, part {part}", content) for content in ray.get(refs)]
+            samples |= read_part(blobs, positions, part_cells=places.cells(part))
+        while len(self._cuts) >= _CUTS_KEPT:  # whoever was handed one still has it
+            del self._cuts[next(iter(self._cuts))]
+        return _put(encode_part([samples[row] for row in rows], rows))
 
     def delete_before(self, batch_id: int) -> None:
         """Deletes all batches before `batch_id`."""
         self._store.delete_before(batch_id)
         self._fetched = {b: batch for b, batch in self._fetched.items() if b >= batch_id}
+        self._cuts = {key: refs for key, refs in self._cuts.items() if key[0] >= batch_id}
         if self._journal is not None:
             self._journal.delete_before(batch_id)
 
@@ -266,20 +295,20 @@ class RayRollouts:
         if not rows:
             check_fields(fields)
 
-        def fetch() -> list[tuple[int, dict[int, int], list[Any]]]:
+        def fetch() -> list[tuple[dict[int, int], list[Any]]]:
             located = self._get(self._hub.locate.remote(batch_id, list(rows)))
             wants_all = fields is None or len(fields) > 0
-            wanted = [refs if wants_all else refs[:1] for _, _, refs in located]
+            wanted = [refs if wants_all else refs[:1] for _, refs in located]
             there = [[ref for ref in refs if ref is not None] for refs in wanted]
             return [
-                (part, positions, self._get(refs))
-                for (part, positions, _), refs in zip(located, there, strict=True)
+                (positions, self._get(refs))
+                for (positions, _), refs in zip(located, there, strict=True)
             ]
 
         samples: dict[int, Sample] = {}
-        for part, positions, contents in self._repeat(fetch):
+        for positions, contents in self._repeat(fetch):
             self.bytes_fetched += sum(content.nbytes for content in contents)
-            blobs = [Blob(f"{self}, batch {batch_id}, part {part}", c) for c in contents]
+            blobs = [Blob(f"{self}, batch {batch_id}", content) for content in contents]
             samples |= read_part(blobs, positions, fields, self._vocab_size)
         return [samples[row] for row in rows]
 
@@ -332,21 +361,20 @@ def _array(sink: io.BytesIO) -> np.ndarray:
 
 def _in_object_store(batch: EncodedBatch) -> EncodedBatch:
     """The same batch with references in the place of its parts; they belong to the caller."""
-    parts = [
-        (ray.put(core), None if optional is None else ray.put(optional))
-        for core, optional in batch.parts
-    ]
-    return batch._replace(parts=parts)
+    return batch._replace(parts=[_put(part) for part in batch.parts])
 
 
-def _decode_batch(
-    name: str, batch: EncodedBatch
-) -> tuple[list[Sample], list[list[int]]]:
+def _put(part: tuple[Any, Any | None]) -> tuple[Any, Any | None]:
+    required, optional = part
+    return ray.put(required), None if optional is None else ray.put(optional)
+
+
+def _decode_batch(name: str, batch: EncodedBatch) -> tuple[list[Sample], list[list[int]]]:
     """Samples in row order, and the rows of each part in storage order."""
     index = Blob(name, batch.index)
     samples: dict[int, Sample] = {}
     parts: list[list[int]] = []
-    places = read_places(index, range(len(read_index(index))))
+    places = read_places(index, ()).by_part(range(len(read_index(index))))
     for part, positions in sorted(places.items()):
         blobs = [Blob(name, content) for content in batch.parts[part] if content is not None]
         samples |= read_part(blobs, positions)

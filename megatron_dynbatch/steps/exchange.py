@@ -15,7 +15,17 @@ from typing import Any
 import torch.distributed as dist
 
 _PROGRESS_SECONDS = 10.0
-_LONGEST_POLL_SECONDS = 0.2
+_POLL_SECONDS = (0.0005, 0.2)
+_POLL_SHARE = 0.02
+
+
+def poll_seconds(waited: float) -> float:
+    """How long to sleep before looking again: a small part of what was waited already.
+
+    So whoever waits is late by a few per cent at most, and asks less often the longer it takes.
+    """
+    shortest, longest = _POLL_SECONDS
+    return min(max(shortest, _POLL_SHARE * waited), longest)
 
 
 class RankFailure(RuntimeError):
@@ -137,8 +147,9 @@ class Exchange:
             lambda missing: f"{_named(missing)} to read the rollout batch and compare plans",
             self.timeout,
         )
+        told = self._store.multi_get([f"{key}/{rank}" for rank in range(self.world_size)])
         for rank in range(1, self.world_size):
-            theirs = json.loads(self._store.get(f"{key}/{rank}").decode())
+            theirs = json.loads(told[rank].decode())
             for field in facts.keys() | theirs.keys():
                 if theirs.get(field) != facts.get(field):
                     differing.setdefault(field, []).append(rank)
@@ -179,24 +190,25 @@ class Exchange:
         """Wait until all keys are there; ``waiting_for`` describes the places of missing ones."""
         start = time.monotonic()
         next_line = start + _PROGRESS_SECONDS
-        poll = 0.001
-        while missing := [n for n, key in enumerate(keys) if not self._store.check([key])]:
+        while not self._store.check(list(keys)):
             if self._store.check(["failed"]):
                 raise RankFailure(self._store.get("failed").decode())
             now = time.monotonic()
             if now - start > timeout:
+                missing = self._missing(keys)
                 error = RankFailure(
                     f"rank {self.rank} waited {timeout:.0f} s for {waiting_for(missing)}, in vain"
                 )
                 self.fail(error)
                 raise error
             if now > next_line:
-                progress(
-                    f"rank {self.rank} has waited {now - start:.0f} s for {waiting_for(missing)}"
-                )
+                what = waiting_for(self._missing(keys))
+                progress(f"rank {self.rank} has waited {now - start:.0f} s for {what}")
                 next_line = now + _PROGRESS_SECONDS
-            time.sleep(poll)
-            poll = min(2 * poll, _LONGEST_POLL_SECONDS)
+            time.sleep(poll_seconds(now - start))
+
+    def _missing(self, keys: Sequence[str]) -> list[int]:
+        return [n for n, key in enumerate(keys) if not self._store.check([key])]
 
 
 class _Failing:

@@ -21,7 +21,7 @@ import torch
 from megatron_dynbatch._version import __version__
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions
 from megatron_dynbatch.plan.handshake import publish_layout
-from megatron_dynbatch.rollouts import RolloutSource, Sample
+from megatron_dynbatch.rollouts import RolloutSource, Sample, SampleIndex
 from megatron_dynbatch.rollouts.flow import publish_progress
 from megatron_dynbatch.steps.announce import Announcer, Origins, Staleness, rows_by_batch
 from megatron_dynbatch.steps.cursor import STEP_OPTIONS, Cursor
@@ -50,6 +50,8 @@ class StepFeed:
         batch_timeout: Seconds that rank 0 waits for a batch or the end.
         device: Where micro-batches go.
         fields: Optional fields of samples that this rank reads; None: all that there are.
+        lengths_only: Samples are not read at all, as on a pipeline stage that neither embeds tokens
+            nor computes the loss: they have their lengths, and zeros as tokens and mask.
         staleness: Which rollouts are too old, and what happens to them.
         keep_batches: Batches to keep before the one that a completed checkpoint stands at; None:
             nothing is deleted.
@@ -70,6 +72,7 @@ class StepFeed:
         batch_timeout: float = 1800.0,
         device: torch.device | str = "cpu",
         fields: Collection[str] | None = None,
+        lengths_only: bool = False,
         staleness: Staleness | None = None,
         keep_batches: int | None = None,
         on_batch_needed: BatchNeeded | None = None,
@@ -84,6 +87,7 @@ class StepFeed:
         self.batch_timeout = batch_timeout
         self.device = device
         self.fields = fields
+        self.lengths_only = lengths_only
         self.staleness = staleness or Staleness()
         self.keep_batches = keep_batches
         self.on_batch_needed = on_batch_needed
@@ -91,6 +95,12 @@ class StepFeed:
         self.cursor = Cursor()
         self._announcer = Announcer(source, layout, options, self.staleness)
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="pack")
+        self._notes = ThreadPoolExecutor(1, thread_name_prefix="notes")
+        self._constant_facts = {
+            "package version": __version__,
+            "options": str(asdict(options)),
+            "layout": str(asdict(layout)),
+        }
         self._batch: OpenBatch | None = None
         self._prefetch: Prefetch | None = None
         self._step: Step | None = None
@@ -116,6 +126,7 @@ class StepFeed:
 
     def close(self) -> None:
         """End the threads; `open_step` starts them again."""
+        self._notes.submit(int).result()  # what was to be published is
         if self._prefetch is not None:
             self._prefetch.cancel()
             self._prefetch = None
@@ -199,12 +210,11 @@ class StepFeed:
                 return False
             if batch.plan is not None:
                 with self.exchange.failing():
-                    digest = _steps_digest(batch.plan, batch.origins)
-                    self.cursor = self.cursor.in_batch(self._step_options(), digest)
+                    self.cursor = self.cursor.in_batch(self._step_options(), batch.steps_digest)
                     if self.on_batch_opened is not None and self.cursor.step_index < len(
                         batch.plan.steps
                     ):
-                        batch.samples = dict(self.on_batch_opened(batch))
+                        self._replace_samples(batch, self.on_batch_opened(batch))
                 if self.cursor.step_index < len(batch.plan.steps):
                     self._batch = batch
                     return True
@@ -218,12 +228,12 @@ class StepFeed:
         if self._prefetch is None:
             self._prefetch = self._prepare(self.cursor)
         prefetch = self._prefetch
-        if self.on_batch_needed is not None:
-            is_there = self.exchange.broadcast(self._is_batch_there, waiting, patience)
-            if not is_there:
-                with self.exchange.failing():
-                    self.on_batch_needed(self.cursor)
-        self.exchange.broadcast(self._wait_for_batch, waiting, patience)
+        progress_of_batch = self.exchange.broadcast(self._progress_of_batch, waiting, patience)
+        if progress_of_batch == "absent" and self.on_batch_needed is not None:
+            with self.exchange.failing():
+                self.on_batch_needed(self.cursor)
+        if progress_of_batch != "ready":
+            self.exchange.broadcast(self._wait_for_batch, waiting, patience)
         with self.exchange.failing():
             batch = prefetch.result(
                 f"rollout batch {self.cursor.batch_id} to be read",
@@ -234,12 +244,18 @@ class StepFeed:
         self.exchange.compare(self._facts(batch))
         if self.exchange.rank == 0:
             self.exchange.take_down(self._post_name(batch.batch_id))
-            _tolerant(lambda: publish_progress(self.source, self.cursor.batch_id))
+            # A note is a file on a slow disk perhaps; training does not wait for it.
+            self._notes.submit(_tolerant, lambda: publish_progress(self.source, batch.batch_id))
         return batch
 
-    def _is_batch_there(self) -> bool:
+    def _progress_of_batch(self) -> str:
+        """On rank 0: whether the next batch is "ready", only "there", or "absent"."""
         assert self._prefetch is not None
-        return self._prefetch.is_done or self.source.state(self.cursor.batch_id) != "absent"
+        if self._prefetch.is_done:
+            return "ready"
+        if self.on_batch_needed is None:
+            return "there"  # nobody asks
+        return "absent" if self.source.state(self.cursor.batch_id) == "absent" else "there"
 
     def _wait_for_batch(self) -> None:
         """On rank 0: return when the batch was planned."""
@@ -271,20 +287,30 @@ class StepFeed:
 
     def _read_batch(self, cursor: Cursor, message: dict[str, Any]) -> OpenBatch:
         batch = OpenBatch(cursor.batch_id, message, None, [], {}, {}, cursor.step_index)
+        batch.dropped_rollouts = message.get("dropped_rollouts", 0)
+        batch.fingerprint = message["kind"]
         if message["kind"] != "plan":
             return batch
-        batch.plan = Plan.from_json(message["plan"])
+        plan = batch.plan = Plan.from_json(message["plan"])
         batch.origins = [(int(b), int(row)) for b, row in message["origins"]]
+        # All that the boundary needs is known now, so that it does not take long.
+        batch.carried = tuple(batch.origins[row] for row in plan.carried)
+        rollouts = plan.index.rollout_indices[list(plan.dropped)]
+        batch.dropped_rollouts += int(np.unique(rollouts).size)
+        batch.steps_digest = _steps_digest(plan, batch.origins)
+        batch.fingerprint = plan.fingerprint
         batch.samples = self._read_own_rows(batch.plan, batch.origins, cursor.step_index)
         if self.staleness.policy == "train" and message["stale_rollouts"]:
             _check_log_probs(batch, self.fields)
-        if self.on_batch_opened is None and cursor.step_index < len(batch.plan.steps):
+        if cursor.step_index < len(batch.plan.steps):
             self._make_step(batch, cursor.step_index).pack_ahead(self._packer)
         return batch
 
     def _read_own_rows(self, plan: Plan, origins: Origins, step_index: int) -> dict[int, Sample]:
         steps = plan.steps[step_index:]
         wanted = sorted({r for s in steps for m in s.micro_batches[self.dp_rank] for r in m})
+        if self.lengths_only:
+            return {row: _of_lengths(plan.index, row) for row in wanted}
         place = {origins[row]: row for row in wanted}
         samples: dict[int, Sample] = {}
         for batch, rows in rows_by_batch([origins[row] for row in wanted]).items():
@@ -302,13 +328,17 @@ class StepFeed:
                 )
         return samples
 
+    def _replace_samples(self, batch: OpenBatch, samples: Mapping[int, Sample]) -> None:
+        """Train these samples; what was packed of other ones is forgotten."""
+        if samples is not batch.samples:
+            batch.samples = dict(samples)
+            batch.steps.clear()
+
     def _facts(self, batch: OpenBatch) -> dict[str, str]:
         """What must be equal on all ranks before a batch is trained."""
         return {
-            "package version": __version__,
-            "plan": batch.message["kind"] if batch.plan is None else batch.plan.fingerprint,
-            "options": str(asdict(self.options)),
-            "layout": str(asdict(self.layout)),
+            **self._constant_facts,
+            "plan": batch.fingerprint,
             "cursor": str(self.cursor.to_dict()),
         }
 
@@ -327,19 +357,19 @@ class StepFeed:
 def _cursor_after(cursor: Cursor, batch: OpenBatch) -> Cursor:
     """The cursor at the start of the batch that follows."""
     stale = batch.message["stale_rollouts"]
-    dropped = batch.message["dropped_rollouts"]
-    if batch.plan is None:
-        return cursor.after_batch((), dropped, stale)
-    carried = tuple(batch.origins[row] for row in batch.plan.carried)
-    rows = list(batch.plan.dropped)
-    dropped += int(np.unique(batch.plan.index.rollout_indices[rows]).size)
-    return cursor.after_batch(carried, dropped, stale)
+    return cursor.after_batch(batch.carried, batch.dropped_rollouts, stale)
 
 
 def _steps_digest(plan: Plan, origins: Origins) -> str:
     """Hash of which samples each step has, whatever ranks and micro-batches they are on."""
     steps = [[origins[row] for row in step.samples.tolist()] for step in plan.steps]
     return hashlib.sha256(json.dumps(steps).encode()).hexdigest()
+
+
+def _of_lengths(index: SampleIndex, row: int) -> Sample:
+    """A sample of which only the lengths are known."""
+    tokens, response = int(index.total_lengths[row]), int(index.response_lengths[row])
+    return Sample(np.zeros(tokens, np.int64), loss_mask=np.zeros(response, np.uint8))
 
 
 def _check_log_probs(batch: OpenBatch, fields: Collection[str] | None) -> None:

@@ -148,9 +148,7 @@ def run_forward_only(
     return dict(sorted(results.items()))
 
 
-def with_fields(
-    samples: Mapping[int, Sample], **fields: Mapping[int, Tensor]
-) -> dict[int, Sample]:
+def with_fields(samples: Mapping[int, Sample], **fields: Mapping[int, Tensor]) -> dict[int, Sample]:
     """The samples with per-token fields from a pass: `with_fields(samples, log_probs=results)`.
 
     Samples without a result (on the other pipeline stages all) stay as they are.

@@ -16,10 +16,10 @@ from typing import Any
 
 from megatron_dynbatch.plan import Plan
 from megatron_dynbatch.rollouts import Sample
-from megatron_dynbatch.steps.exchange import progress
+from megatron_dynbatch.steps.exchange import poll_seconds, progress
 from megatron_dynbatch.steps.step import Step
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.01  # a look may be a call to a file system, while training needs the processor
 _PROGRESS_SECONDS = 10.0
 _LONGEST_CANCEL_SECONDS = 60.0
 
@@ -35,6 +35,10 @@ class OpenBatch:
         origins: (batch, row) of each plan row.
         samples: Plan row → sample, for the rows that this rank still trains.
         steps: Step index → step, as far as they were made.
+        fingerprint: Of the plan; without one, what was announced.
+        carried: (batch, row) of samples that are kept for the next batch.
+        dropped_rollouts: Rollouts that are left out.
+        steps_digest: Hash of which samples each step has; "" if nothing of the batch is trained.
         first_step: The step of the plan at which this run begins with the batch.
     """
 
@@ -45,6 +49,10 @@ class OpenBatch:
     samples: dict[int, Sample]
     steps: dict[int, Step]
     first_step: int = 0
+    fingerprint: str = ""
+    carried: tuple[tuple[int, int], ...] = ()
+    dropped_rollouts: int = 0
+    steps_digest: str = ""
 
 
 class Cancelled(Exception):
@@ -79,11 +87,10 @@ class Prefetch:
 
     def wait[T](self, look: Callable[[], T | None]) -> T:
         """In the thread: call `look` until it finds something."""
-        poll = _POLL_SECONDS
+        start = time.monotonic()
         while (found := look()) is None:
-            if self._cancelled.wait(poll):
+            if self._cancelled.wait(max(_POLL_SECONDS, poll_seconds(time.monotonic() - start))):
                 raise Cancelled
-            poll = min(1.5 * poll, 10 * _POLL_SECONDS)
         self.is_waiting = False
         return found
 

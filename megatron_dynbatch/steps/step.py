@@ -153,9 +153,12 @@ class Step:
         local = slice_packed(
             packed, self.step_plan, self.dp_rank, self.cp_rank, self.plan.layout.cp
         )
+        stock = stock_batch(packed)
         if self.device.type == "cuda":
             local = _changed(local, lambda tensor: tensor.pin_memory())
-        return packed, local, stock_batch(packed)
+            if self.width is not None:  # a stock script reads it
+                stock = {name: tensor.pin_memory() for name, tensor in stock.items()}
+        return packed, local, stock
 
 
 def _moved(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -135,9 +135,7 @@ def test_gae_against_its_sum() -> None:
     rng = np.random.default_rng(0)
     rewards, values = rng.normal(size=(2, 9))
     mask = np.array([1, 1, 0, 0, 1, 1, 0, 1, 0])
-    advantages, returns = gae(
-        rewards, values, mask, discount=0.9, smoothing=0.8, bootstrap=0.5
-    )
+    advantages, returns = gae(rewards, values, mask, discount=0.9, smoothing=0.8, bootstrap=0.5)
     trained = np.flatnonzero(mask)
     r, v = rewards[trained], np.append(values[trained], 0.5)
     delta = r + 0.9 * v[1:] - v[:-1]

@@ -116,7 +116,7 @@ def test_wrong_markers(tmp_path: Path, marker: str, message: str) -> None:
 def test_marker_of_this_version(tmp_path: Path) -> None:
     RolloutDirectory(tmp_path).write(golden_samples())
     marker = json.loads((tmp_path / "dynbatch.json").read_text())
-    assert marker == {"format": "megatron-dynbatch rollouts", "version": 2}
+    assert marker == {"format": "megatron-dynbatch rollouts", "version": 3}
 
 
 def test_batch_ids_stay_inside_the_directory(tmp_path: Path) -> None:

@@ -18,10 +18,7 @@ def test_same_field_names(tmp_path: Path) -> None:
     samples = golden_samples() + [replace(s, **none) for s in random_samples(20, seed=2)]
     lines = []
     for sample in samples:
-        record = {
-            name: getattr(sample, name)
-            for name in (*FIELDS, *OPTIONAL_FIELDS)
-        }
+        record = {name: getattr(sample, name) for name in (*FIELDS, *OPTIONAL_FIELDS)}
         plain = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in record.items()}
         lines.append(json.dumps(plain))
     path = tmp_path / "r.jsonl"

@@ -19,7 +19,7 @@ from megatron_dynbatch.rollouts import (
     parquet_write,
     validate_samples,
 )
-from megatron_dynbatch.rollouts.parquet_write import Parts, RowGroups
+from megatron_dynbatch.rollouts.parquet_write import Parts
 from tests.rollouts.helpers import assert_same_samples, golden_samples, random_samples
 
 
@@ -48,6 +48,13 @@ def read_rows(
     return [found[row] for row in rows]
 
 
+def read_alone(path: Path, rows: Sequence[int]) -> list[Sample]:
+    """The same rows, each by the place of its cells."""
+    cells = parquet_read.read_places(index_path(path)).cells(0)
+    found = parquet_read.read_part([path], {row: row for row in rows}, part_cells=cells)
+    return [found[row] for row in rows]
+
+
 def bytes_read(action: Callable[[], object]) -> int:
     """Bytes that the process asks the kernel for during `action`."""
 
@@ -60,7 +67,8 @@ def bytes_read(action: Callable[[], object]) -> int:
     return total() - before - own
 
 
-def test_round_trip_over_many_row_groups(tmp_path: Path) -> None:
+def test_round_trip_over_many_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_write, "ROW_GROUP_ROWS", 32)
     samples = random_samples(150, seed=0)
     write_samples(tmp_path / "f", samples)
     assert pq.ParquetFile(tmp_path / "f").num_row_groups == 5
@@ -79,6 +87,7 @@ def test_rows_come_in_the_order_asked(
     path = tmp_path_factory.mktemp("rows") / "f"
     write_samples(path, samples)
     assert_same_samples(read_rows(path, rows), [samples[row] for row in rows])
+    assert_same_samples(read_alone(path, rows), [samples[row] for row in rows])
 
 
 def test_columns_that_no_sample_has_are_not_stored(tmp_path: Path) -> None:
@@ -99,9 +108,11 @@ def test_only_the_fields_asked_for(tmp_path: Path) -> None:
         read_rows(tmp_path / "f", [0], fields=["logprobs"])
 
 
-def test_row_groups_are_bounded_by_tokens_and_rows() -> None:
-    lengths = [60_000, 5_536, 1, 200_000, 10] + [1] * 40
-    groups = parquet_write._row_groups(lengths, RowGroups(rows=32, tokens=65_536))
+def test_row_groups_are_bounded_by_bytes_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_write, "ROW_GROUP_ROWS", 32)
+    monkeypatch.setattr(parquet_write, "ROW_GROUP_BYTES", 65_536)
+    sizes = [60_000, 5_536, 1, 200_000, 10] + [1] * 40
+    groups = parquet_write._row_groups(sizes)
     assert [(g.start, g.stop) for g in groups] == [(0, 2), (2, 3), (3, 4), (4, 36), (36, 45)]
 
 
@@ -110,21 +121,28 @@ def test_few_rows_are_few_bytes(tmp_path: Path) -> None:
     samples = [Sample(rng.integers(0, 150_000, 2000), 1000) for _ in range(640)]
     path = tmp_path / "f"
     write_samples(path, samples)
-    size = path.stat().st_size
-    read_index(path), read_rows(path, [0])  # imports and caches out of the way
+    size, row, footers = path.stat().st_size, 4 * 2000 + 1000 / 8, 8_000
+    read_alone(path, [0])  # imports and caches out of the way
     assert bytes_read(lambda: read_rows(path, range(640))) > 0.9 * size
-    assert bytes_read(lambda: read_index(path)) < 0.05 * size
-    group_bytes = size / pq.ParquetFile(path).num_row_groups
-    footer_bytes = 20_000
-    assert bytes_read(lambda: read_rows(path, [320, 321])) < 1.1 * group_bytes + footer_bytes
-    assert bytes_read(lambda: read_rows(path, [])) < footer_bytes
+    assert bytes_read(lambda: read_alone(path, [320, 322])) < 1.1 * 2 * row + footers
+    assert bytes_read(lambda: read_index(path)) < footers
+    assert bytes_read(lambda: read_alone(path, [])) < footers
+
+
+def test_chunks_are_one_plain_page(tmp_path: Path) -> None:
+    """Where a row is follows from that; a part written by something else is read as a whole."""
+    path = tmp_path / "f"
+    samples = random_samples(60, seed=2)
+    write_samples(path, samples)
+    pq.write_table(pq.read_table(path), path, store_schema=False)  # compressed, with dictionaries
+    assert_same_samples(read_alone(path, [40, 2]), [samples[40], samples[2]])
 
 
 def test_no_such_row(tmp_path: Path) -> None:
     write_samples(tmp_path / "f", golden_samples())
     for row in (4, -1):
         with pytest.raises(ValueError, match=f"no row {row}; the batch has rows 0 to 3"):
-            parquet_read.read_places(index_path(tmp_path / "f"), [0, row])
+            parquet_read.read_places(index_path(tmp_path / "f")).by_part([0, row])
     with pytest.raises(RolloutDataError, match="row 4 should be at position 4 of 4"):
         read_rows(tmp_path / "f", [4])
 
@@ -240,8 +258,11 @@ def test_every_truncation_is_named(tmp_path: Path) -> None:
                 read_index(path)
 
 
-def test_flipped_bytes_are_named_or_harmless(tmp_path: Path) -> None:
-    """Page checksums find damaged data; what is not found must not change a value."""
+@pytest.mark.parametrize("read", [read_rows, read_alone])
+def test_flipped_bytes_are_named_or_harmless(
+    tmp_path: Path, read: Callable[[Path, Sequence[int]], list[Sample]]
+) -> None:
+    """Checksums find damaged data; what is not found must not change a value."""
     path = tmp_path / "f"
     samples = random_samples(40, seed=7)
     write_samples(path, samples)
@@ -249,18 +270,19 @@ def test_flipped_bytes_are_named_or_harmless(tmp_path: Path) -> None:
     footer = int.from_bytes(content[-8:-4], "little")
     rng = np.random.default_rng(0)
     num_named = 0
+    wanted = range(40) if read is read_rows else range(0, 40, 2)
     for position in rng.integers(4, len(content) - footer - 8, 80):
         damaged = bytearray(content)
         damaged[position] ^= 1 << rng.integers(8)
         path.write_bytes(damaged)
         try:
-            found = read_rows(path, range(40))
+            found = read(path, wanted)
         except RolloutDataError as error:
             assert str(path) in str(error)
             num_named += 1
         else:
-            assert_same_samples(found, samples)
-    assert num_named > 40
+            assert_same_samples(found, [samples[row] for row in wanted])
+    assert num_named > (40 if read is read_rows else 20)
 
 
 def test_a_damaged_footer_never_gets_through_as_another_error(tmp_path: Path) -> None:

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from megatron_dynbatch.steps import Exchange, RankFailure
 
 
-def on_ranks(
-    count: int, body: Callable[[Exchange], Any], timeout: float = 5.0
-) -> list[Any]:
+def on_ranks(count: int, body: Callable[[Exchange], Any], timeout: float = 5.0) -> list[Any]:
     """What ``body`` returns, or raises, on each rank."""
     store = dist.HashStore()
     results: list[Any] = [None] * count

@@ -331,6 +331,36 @@ def test_the_next_batch_is_ready_before_it_is_asked_for(tmp_path: Path) -> None:
     assert step.micro_batch(0).tokens.tolist()[0][::3] == [3, 4]
 
 
+def test_a_batch_is_packed_ahead_though_the_user_looks_at_it(tmp_path: Path) -> None:
+    """`on_batch_opened` keeps what was packed if it hands back the samples that it was given."""
+    steps = feed(directory(tmp_path / "r", [2, 2]))
+    steps.on_batch_opened = lambda batch: batch.samples
+    opened = steps._agreed_batch()
+    ahead = opened.steps[0]
+    steps._replace_samples(opened, opened.samples)
+    assert opened.steps[0] is ahead
+    steps._replace_samples(opened, dict(opened.samples))
+    assert not opened.steps
+
+
+def test_a_middle_pipeline_stage_reads_no_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = directory(tmp_path / "r", [3, 2])
+    whole = feed(source, rollouts_per_step=2)
+    unread = RolloutDirectory(tmp_path / "r")
+    monkeypatch.setattr(unread, "read", None)
+    middle = StepFeed(unread, LAYOUT, whole.options, lengths_only=True)
+    while (step := whole.open_step()) is not None:
+        lengths = middle.open_step()
+        assert lengths is not None and not lengths.micro_batch(0).tokens.any()
+        for name in ("position_ids", "cu_seqlens", "cu_seqlens_padded", "padding_mask"):
+            found = getattr(lengths.micro_batch(0), name)
+            assert found.tolist() == getattr(step.micro_batch(0), name).tolist()
+        assert middle.finish_step() == whole.finish_step()
+    assert middle.open_step() is None and middle.cursor == whole.cursor
+
+
 def test_damage_in_the_next_batch_is_told_at_its_boundary(tmp_path: Path) -> None:
     source = directory(tmp_path / "r", [2, 2])
     (tmp_path / "r" / "batch-00000001" / "part-00000.parquet").write_bytes(b"PAR1")
