@@ -40,9 +40,9 @@ test-stock: $(INSTALLED)  ## MEGATRON_LM=DIR: Megatron-LM's own pretrain_gpt.py 
 SEEDS ?= 1
 LAYOUT ?= dp2
 
-demo: $(INSTALLED)  ## reinforcement learning on two CPU processes; SEEDS=3 LAYOUT=pp2|tp2|cp2 RESUME=1
-	$(BIN)/python -m examples.demo --out runs/demo --seeds $(SEEDS) --layout $(LAYOUT) \
-	  $(if $(RESUME),--resume)
+demo: $(INSTALLED)  ## reinforcement learning on two CPU processes; SEEDS=3 LAYOUT=pp2|tp2|cp2 RESUME=1 ASYNC=1
+	$(BIN)/python -m examples.demo $(if $(ASYNC),--out runs/demo-async --async,\
+	  --out runs/demo --seeds $(SEEDS) --layout $(LAYOUT) $(if $(RESUME),--resume))
 
 gpu-check: $(INSTALLED)  ## kernels against float64 on this machine's GPU, and their speed
 	$(BIN)/python -m benchmarks.gpu_check

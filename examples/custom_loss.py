@@ -23,11 +23,7 @@ To see that it is right: megatron-dynbatch verify examples/custom_loss.py
 """
 
 from megatron.core import mpu
-from megatron.core.enums import ModelType
-from megatron.training import pretrain
-from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
-from pretrain_gpt_sft import datasets_provider, model_provider
+from tiny_gpt import train_gpt
 
 import megatron_dynbatch
 from megatron_dynbatch.losses import token_log_probs
@@ -58,11 +54,4 @@ def forward_step(data_iterator, model):
 
 if __name__ == "__main__":
     megatron_dynbatch.install()
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
-    pretrain(
-        pretrain_cfg_container_from_args(args),
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        model_provider,
-    )
+    train_gpt(forward_step)

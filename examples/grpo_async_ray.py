@@ -48,15 +48,13 @@ import torch
 
 from examples.demo.agent import Policy, group_advantages, play, to_samples
 from examples.demo.generator import Generator
-from examples.demo.runs import MODEL
+from examples.demo.runs import MODEL, NUM_HEADS
 from examples.demo.task import VOCAB_SIZE, Spelling
 from examples.demo.training import train
 from megatron_dynbatch import Sample
 from megatron_dynbatch.plan.handshake import write_planned
 from megatron_dynbatch.rollouts import RolloutCollector, RolloutTransport, open_transport
 from megatron_dynbatch.rollouts.flow import published_weights, wait_for_weights
-
-NUM_HEADS = 4
 
 Engine = Callable[[str, int], Policy]
 

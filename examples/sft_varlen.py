@@ -1,12 +1,19 @@
-r"""Fine-tune a GPT with steps of any size, the two lines in a script of one's own.
+r"""Fine-tune a GPT on chats with steps of any size, the two lines in a script of one's own.
 
 `install()` before Megatron parses its arguments, `get_batch()` in the forward step; the loss is
-the library's. Micro-batches have their own length instead of being padded to a fixed width.
+the library's. Micro-batches have their own length instead of being padded to a fixed width. With
+--chat-jsonl the script makes the rollouts itself: a conversation per line,
+
+    {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
+
+of which what the assistant says is trained. A step is then as many whole conversations as a token
+budget holds.
 
 Real size, an 8B model on 8 GPUs:
 
     torchrun --nproc-per-node 8 examples/sft_varlen.py \
-        --dynamic-global-batch --rollout-path /shared/rollouts --rollouts-per-step 64 \
+        --dynamic-global-batch --rollout-path /shared/rollouts \
+        --chat-jsonl /shared/chats.jsonl --step-splitter tokens --tokens-per-step 262144 \
         --max-tokens-per-gpu 16384 --micro-batch-width variable --loss-reduction token \
         --lr 1e-5 --lr-decay-style cosine --lr-warmup-samples 1000 --train-samples 100000 \
         --tensor-model-parallel-size 2 --sequence-parallel \
@@ -21,15 +28,67 @@ Real size, an 8B model on 8 GPUs:
 On a CPU: torchrun --nproc-per-node 2 -m megatron_dynbatch.run --cpu examples/sft_varlen.py …
 """
 
+import itertools
+import json
+
+import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.enums import ModelType
-from megatron.training import pretrain
-from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
-from pretrain_gpt_sft import datasets_provider, model_provider
+from megatron.training import get_args, get_tokenizer
+from tiny_gpt import train_gpt
 
 import megatron_dynbatch
+from megatron_dynbatch import RolloutDirectory, Sample
 from megatron_dynbatch.losses import sft
+
+CONVERSATIONS_PER_BATCH = 4096
+
+
+def add_arguments(parser):
+    """Options of the example."""
+    group = parser.add_argument_group("chats")
+    group.add_argument("--chat-jsonl", help="conversations; without them DIR has rollouts already")
+    group.add_argument(
+        "--message-format",
+        default="<|{role}|>\n{content}\n",
+        help="what is tokenized of a message (default: the role in a line before the content)",
+    )
+    return parser
+
+
+def to_sample(messages, tokenizer, message_format):
+    """One conversation as a sample whose loss mask is 1 where the assistant speaks."""
+    tokens, mask = [], []
+    for message in messages:
+        own = list(tokenizer.tokenize(message_format.format(**message)))
+        is_trained = message["role"] == "assistant"
+        own += [tokenizer.eod] * is_trained
+        tokens += own
+        mask += [int(is_trained)] * len(own)
+    if not any(mask[1:]):
+        raise ValueError("nothing to train: no message of the assistant after the first token")
+    first = max(1, mask.index(1))
+    return Sample(tokens, loss_mask=mask[first:])
+
+
+def write_conversations(cursor, model):
+    """Called at the step boundary, on every rank, while a batch is not there."""
+    args = get_args()
+    if args.chat_jsonl is None or cursor.batch_id > 0 or dist.get_rank() > 0:
+        return
+    directory, tokenizer = RolloutDirectory(args.rollout_path), get_tokenizer()
+
+    def samples():
+        with open(args.chat_jsonl, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    messages = json.loads(line)["messages"]
+                    yield to_sample(messages, tokenizer, args.message_format)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{args.chat_jsonl}, line {number}: {error!r}") from error
+
+    for batch in itertools.batched(samples(), CONVERSATIONS_PER_BATCH):
+        directory.write(batch)
+    directory.finish()
 
 
 def loss_function(output, *, microbatch):
@@ -53,11 +112,5 @@ def forward_step(data_iterator, model):
 
 if __name__ == "__main__":
     megatron_dynbatch.install()
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
-    pretrain(
-        pretrain_cfg_container_from_args(args),
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        model_provider,
-    )
+    megatron_dynbatch.on_batch_needed(write_conversations)
+    train_gpt(forward_step, add_arguments)

@@ -4,6 +4,9 @@ A tiny GPT learns to spell words backward: a short supervised warm-up, then GRPO
 rollouts that each emit one to five samples. Two processes run Megatron's own ``pretrain``; every
 step has as many rollouts as were made. DIR gets summary.json, steps.png, plan.png, report.html, and
 a folder for each seed with rollouts, checkpoints, step reports and logs.
+
+With --async generation runs ahead of training, against the same in turns; see
+`examples.demo.asynchronous`. DIR gets summary.json, timeline.png and report.html.
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.demo.charts import TITLE, draw_steps
+from examples.demo.asynchronous import Arm, compare, comparison_lines, ledger_lines, run_arms
+from examples.demo.charts import TITLE, draw_steps, draw_timeline
 from examples.demo.control import control_lines, fixed_batch_control
 from examples.demo.results import print_table, rise, step_rows
 from examples.demo.runs import LAYOUTS, SeedRun, Settings
-from examples.demo.training import TrainingFailed, read_json_lines
+from examples.demo.training import TrainingFailed, read_json_lines, read_reports
 from megatron_dynbatch import RolloutDirectory
 from megatron_dynbatch.cli.report import SAMPLES_TEXT
 from megatron_dynbatch.cli.report_charts import draw_samples
@@ -37,19 +42,41 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="for all results")
     add("--seeds", type=int, default=1, metavar="N", help="train seeds 1 to N (default: 1)")
-    add("--layout", choices=LAYOUTS, default="dp2", help="what the two processes share")
+    add("--layout", choices=LAYOUTS, help="what the two processes share (default: dp2)")
     add("--resume", action="store_true", help="go on where an earlier run in DIR stopped")
     add("--steps", type=int, default=Settings.steps, help="steps of reinforcement learning")
     add("--groups", type=int, default=Settings.groups, help="prompt groups per batch, on average")
     add("--shuffle-advantages", action="store_true", help="control: nothing is learned then")
-    return parser.parse_args(argv)
+    add(
+        "--async",
+        dest="asynchronous",
+        action="store_true",
+        help="generation ahead of training, timed against generation in turns",
+    )
+    add("--batches", type=int, default=30, help="with --async: batches of each arm")
+    add("--max-staleness", type=int, default=1, metavar="BATCHES", help="with --async")
+    add(
+        "--seconds",
+        type=float,
+        default=2.0,
+        help="with --async: what a batch takes to generate, and a step to train, at least",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.asynchronous and (
+        arguments.layout or arguments.resume or arguments.shuffle_advantages or arguments.seeds > 1
+    ):
+        parser.error(
+            "--async times whole runs of one seed, with one process that trains and one that "
+            "generates: leave out --layout, --resume, --seeds and --shuffle-advantages"
+        )
+    return arguments
 
 
 def run_all(arguments: argparse.Namespace) -> None:
     """Train every seed, then show what came out."""
     start = time.monotonic()
     settings = Settings(
-        layout=arguments.layout,
+        layout=arguments.layout or Settings.layout,
         steps=arguments.steps,
         groups=arguments.groups,
         shuffle_advantages=arguments.shuffle_advantages,
@@ -61,6 +88,48 @@ def run_all(arguments: argparse.Namespace) -> None:
         print(f"seed {run.seed}: {settings.layout}, {settings.steps} steps", flush=True)
         run.run()
     show(out, runs, time.monotonic() - start)
+
+
+def run_asynchronous(arguments: argparse.Namespace) -> None:
+    """Train both arms, then show what came out."""
+    out = arguments.out.resolve()
+    run = SeedRun(out / "seed-1", 1, Settings(groups=arguments.groups))
+    arms = run_arms(run, arguments.batches, arguments.max_staleness, arguments.seconds)
+    show_asynchronous(out, arms)
+
+
+def show_asynchronous(out: Path, arms: Sequence[Arm]) -> None:
+    """Lines, summary.json, the picture and the page."""
+    shown = compare(arms, [arm.ledger() for arm in arms])
+    (out / "summary.json").write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
+    draw_timeline({arm.name: shown[arm.name]["ledger"] for arm in arms}, out / "timeline.png")
+    lines = comparison_lines(shown)
+    for line in lines:
+        print(line)
+    last = arms[-1]
+    ledger = shown[last.name]["ledger"]
+    write_page(
+        out / "report.html",
+        title="Generation ahead of training",
+        subtitle=(
+            "Spelling words backward; generation in one CPU process, Megatron in another. Batches "
+            f"and steps sleep until they have lasted {last.least_seconds} s"
+        ),
+        figures={
+            "wall time, asynchronous / synchronous": f"{shown['wall_ratio']:.2f}",
+            "without the start-up": f"{shown['loop_ratio']:.2f}",
+            **{f"batches, oldest rollout, {a.name}": str(shown[a.name]["oldest"]) for a in arms},
+        },
+        sections=[
+            section("", png=out / "timeline.png", alt="when batches are generated and trained"),
+            section("Both arms", points=lines),
+            section(f"Ledger, {last.name}", points=ledger_lines(ledger)),
+        ],
+        reports=read_reports(last.steps_file),
+        rewards={row["batch_id"]: row["reward"] for row in ledger},
+        table_title=f"All steps, {last.name}",
+    )
+    print(f"summary.json, timeline.png and report.html are in {out}")
 
 
 def rows_of(run: SeedRun) -> list[dict[str, Any]]:
@@ -164,12 +233,13 @@ def main() -> int:
     # A plain kill is treated like Ctrl-C, so that the processes of the training end too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run_all(arguments)
+        (run_asynchronous if arguments.asynchronous else run_all)(arguments)
     except TrainingFailed as error:
         print(f"the demo failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped; go on with --resume", file=sys.stderr)
+        hint = "" if arguments.asynchronous else "; go on with --resume"
+        print(f"stopped{hint}", file=sys.stderr)
         return 130
     return 0
 

@@ -97,6 +97,12 @@ class Episode:
         self.hint = _letters(decode(response.tokens))[:1]
 
 
+def groups_of_batch(batch_id: int, average: int, draw: random.Random) -> range:
+    """Prompt groups of a batch: half to one and a half times the average, as they come in."""
+    first = batch_id * 2 * average
+    return range(first, first + draw.randint(average // 2, average + average // 2))
+
+
 def _letters(text: str) -> str:
     return "".join(character for character in text if character.isalpha())
 

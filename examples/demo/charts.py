@@ -1,19 +1,26 @@
-"""The picture of the demo: reward of every seed, sizes and fill of the steps of the first."""
+"""The pictures of the demo: rewards, sizes and fill of the steps; when what was generated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_dynbatch.cli.report_charts import Curve, draw_curves, draw_fill, draw_sizes, saved
+from megatron_dynbatch.cli.report_charts import (
+    BLUE,
+    ORANGE,
+    Curve,
+    draw_curves,
+    draw_fill,
+    draw_sizes,
+    saved,
+)
 from megatron_dynbatch.report import StepReport
 
 TITLE = "Reinforcement learning with a global batch per step"
 
 
-def draw_steps(
-    rewards: Mapping[int, Curve], reports: Sequence[StepReport], path: Path
-) -> None:
+def draw_steps(rewards: Mapping[int, Curve], reports: Sequence[StepReport], path: Path) -> None:
     """Draw the reward of every seed, and the sizes and fill of the first seed's steps.
 
     Args:
@@ -34,3 +41,21 @@ def draw_steps(
         draw_fill(axes[2], reports)
         axes[2].set_xlabel("training step")
         axes[2].set_xlim(0.3, len(reports) + 0.7)
+
+
+def draw_timeline(arms: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Draw when each batch was generated and trained.
+
+    Args:
+        arms: Name → rows of an arm's ledger (`asynchronous.LedgerRow` as a mapping).
+        path: PNG to write.
+    """
+    with saved(path, (9, 1.1 + 1.4 * len(arms)), grid="") as figure:
+        axes = figure.subplots(len(arms), 1, sharex=True, squeeze=False)[:, 0]
+        for own, (name, rows) in zip(axes, arms.items(), strict=True):
+            for height, (kind, colour) in enumerate((("trained", BLUE), ("generated", ORANGE))):
+                spans = [(row[kind][0], row[kind][1] - row[kind][0]) for row in rows]
+                own.broken_barh(spans, (height - 0.4, 0.8), color=colour, edgecolor="white")
+            own.set_yticks((0, 1), ("training", "generation"))
+            own.set_title(f"{name}: every bar is a batch")
+        axes[-1].set_xlabel("seconds from the first generation")

@@ -18,18 +18,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.enums import ModelType
-from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training import get_args
 from torch import Tensor
 
 import megatron_dynbatch
-from examples.demo.agent import Episode, group_advantages, play, to_samples
+from examples.demo.agent import (
+    Episode,
+    group_advantages,
+    groups_of_batch,
+    play,
+    to_samples,
+)
 from examples.demo.generator import Generator
 from examples.demo.task import VOCAB_SIZE, Spelling
 from examples.demo.weights import full_weights
-from examples.pretrain_gpt_sft import datasets_provider, model_provider
+from examples.tiny_gpt import train_gpt
 from megatron_dynbatch import MicroBatch, RolloutDirectory
 from megatron_dynbatch.losses import policy
 from megatron_dynbatch.plan import StepPlan
@@ -71,12 +74,6 @@ def make_rollouts(cursor: Cursor, model: Sequence[Any]) -> None:
     if rank == 0:
         episodes = [episode for share in shares for episode in share]
         write_batch(args, cursor.batch_id, episodes, time.monotonic() - start)
-
-
-def groups_of_batch(batch_id: int, average: int, draw: random.Random) -> range:
-    """Prompt groups of a batch: half to one and a half times the average, as they come in."""
-    first = batch_id * 2 * average
-    return range(first, first + draw.randint(average // 2, average + average // 2))
 
 
 def write_batch(
@@ -157,19 +154,10 @@ def loss_function(output: Tensor, *, microbatch: MicroBatch) -> tuple[Tensor, di
 
 
 def main() -> None:
-    """Parse, register the policy seam, train."""
+    """Register the policy seam, train."""
     megatron_dynbatch.install()
-    args = parse_and_validate_args(
-        extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "NullTokenizer"}
-    )
     megatron_dynbatch.on_batch_needed(make_rollouts)
-    pretrain(
-        pretrain_cfg_container_from_args(args),
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        model_provider,
-    )
+    train_gpt(forward_step, add_arguments)
 
 
 if __name__ == "__main__":

@@ -41,9 +41,10 @@ LAYOUTS = {
     "cp2": ParallelLayout(cp=2),
 }
 
+NUM_HEADS = 4
 MODEL = [
     "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "128",
-    "--num-attention-heads", "4", "--normalization", "RMSNorm", "--swiglu",
+    "--num-attention-heads", str(NUM_HEADS), "--normalization", "RMSNorm", "--swiglu",
     "--disable-bias-linear", "--untie-embeddings-and-output-weights",
     "--position-embedding-type", "learned_absolute", "--max-position-embeddings", "512",
     "--attention-dropout", "0", "--hidden-dropout", "0",
@@ -111,6 +112,18 @@ class SeedRun:
         Raises:
             TrainingFailed: A process ended with an error.
         """
+        self.prepare()
+        if not _has_checkpoint(self.checkpoint):
+            self._forget_policy_run()
+        if len(self.reports()) < self.settings.steps:
+            self._train_policy()
+
+    def prepare(self) -> None:
+        """The warm-up, unless a resumed run has it already.
+
+        Raises:
+            TrainingFailed: A process ended with an error.
+        """
         if not self.settings.resume:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -118,10 +131,6 @@ class SeedRun:
             drop_partial_line(file)
         if not _has_checkpoint(self.warm_up_checkpoint):
             self._warm_up()
-        if not _has_checkpoint(self.checkpoint):
-            self._forget_policy_run()
-        if len(self.reports()) < self.settings.steps:
-            self._train_policy()
 
     def reports(self) -> list[StepReport]:
         """Reports of the steps of reinforcement learning."""

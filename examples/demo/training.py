@@ -90,7 +90,7 @@ def train(
             stderr=subprocess.STDOUT,
             cwd=REPOSITORY,
             env=variables,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent,
         )
         try:
             for report in _follow(process, report_file, seen, on_poll):
@@ -103,8 +103,10 @@ def train(
         raise TrainingFailed(f"{_reason(log_file)} (the whole log is in {log_file})")
 
 
-def _end_with_parent() -> None:
-    """Ask Linux for SIGTERM when the parent dies, however it does: no training is left behind."""
+def end_with_parent() -> None:
+    """Ask Linux for SIGTERM when the parent dies, however it does: nothing is left behind."""
+    if sys.platform != "linux":
+        return
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

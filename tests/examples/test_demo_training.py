@@ -13,25 +13,19 @@ from examples.demo.__main__ import show
 from examples.demo.results import rise, step_rows
 from examples.demo.runs import LAYOUTS, SeedRun, Settings
 from examples.demo.training import read_json_lines
+from tests.examples.launching import launch_rank, untrained
 from tests.pool import run_ranks
 
 RANKS = 2
 
 
-def launch_rank(arguments: list[str]) -> None:
-    """What `megatron_dynbatch.run --cpu` does with these arguments."""
-    from megatron_dynbatch import hooks
-    from megatron_dynbatch.run import parse_launch, run_target
-
-    hooks.install()
-    launch = parse_launch(arguments)
-    assert launch is not None
-    run_target(launch)
-
-
-def train_policy(run: SeedRun) -> list[dict[str, float]]:
+def train_policy(run: SeedRun, *, warm: bool = False) -> list[dict[str, float]]:
     """Step reports of the reinforcement learning, metrics among the other numbers."""
-    run_ranks(RANKS, launch_rank, run.policy_launch(), process_group=False)
+    run.folder.mkdir(exist_ok=True)
+    launch = run.policy_launch()
+    resumes = "--finetune" not in launch
+    flags = launch if warm or resumes else untrained(launch)
+    run_ranks(RANKS, launch_rank, flags, process_group=False)
     return [{**vars_of(report), **report.metrics} for report in run.reports()]
 
 
@@ -44,20 +38,11 @@ def vars_of(report: object) -> dict[str, float]:
     }
 
 
-def warmed_up(folder: Path, settings: Settings) -> SeedRun:
-    """A seed whose warm-up is done."""
-    run = SeedRun(folder, 1, settings)
-    folder.mkdir(exist_ok=True)
-    run.write_demonstrations()
-    run_ranks(RANKS, launch_rank, run.warm_up_launch(), process_group=False)
-    return run
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_generator_agrees_with_megatron_in_every_layout(layout: str, tmp_path: Path) -> None:
-    run = warmed_up(tmp_path / "seed", Settings(layout=layout, warm_up_steps=4, steps=4))
+    run = SeedRun(tmp_path / "seed", 1, Settings(layout=layout, steps=3, groups=6))
     steps = train_policy(run)
-    assert len(steps) == 4
+    assert len(steps) == 3
     for step in steps:
         if step["step_index"] == 0:
             # Trained by the weights that sampled: every ratio is 1 up to float32.
@@ -68,21 +53,25 @@ def test_generator_agrees_with_megatron_in_every_layout(layout: str, tmp_path: P
 
 
 def test_a_resumed_run_repeats_what_was_lost(tmp_path: Path) -> None:
-    run = warmed_up(tmp_path / "seed", Settings(warm_up_steps=4, steps=8))
+    run = SeedRun(tmp_path / "seed", 1, Settings(steps=7, groups=6))
     whole = train_policy(run)
-    # As if killed after the eighth step: the last checkpoint is that of the fifth.
+    # As if killed after the seventh step: the last checkpoint is that of the fifth.
     (run.checkpoint / "latest_checkpointed_iteration.txt").write_text("5")
     before = read_json_lines(run.steps_file)
     again = train_policy(run)
     lines = read_json_lines(run.steps_file)
-    assert [line["iteration"] for line in lines[len(before) :]] == [6, 7, 8]
+    assert [line["iteration"] for line in lines[len(before) :]] == [6, 7]
     assert again == whole
 
 
 def test_shuffled_advantages_teach_nothing_and_are_reported(tmp_path: Path) -> None:
-    settings = Settings(steps=30, shuffle_advantages=True)
-    run = warmed_up(tmp_path / "seed", settings)
-    train_policy(run)
+    run = SeedRun(
+        tmp_path / "seed", 1, Settings(warm_up_steps=8, steps=10, shuffle_advantages=True)
+    )
+    run.folder.mkdir()
+    run.write_demonstrations()
+    run_ranks(RANKS, launch_rank, run.warm_up_launch(), process_group=False)
+    train_policy(run, warm=True)
     episodes = read_json_lines(run.episodes_file)
     rows = step_rows(run.reports(), episodes)
     before, after = rise(rows)

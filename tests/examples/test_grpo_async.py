@@ -16,15 +16,15 @@ pytest.importorskip("reasoning_gym")
 def test_generation_runs_ahead_within_the_limit(tmp_path: Path) -> None:
     from examples.grpo_async_ray import main
 
-    arguments = ["--batches", "4", "--groups", "2", "--workers", "1", "--max-staleness", "1"]
+    arguments = ["--batches", "3", "--groups", "2", "--workers", "1", "--max-staleness", "1"]
     main(["--out", str(tmp_path), *arguments])
     reports = read_step_reports(tmp_path / "steps.jsonl")
-    assert [report.batch_id for report in reports] == [0, 1, 2, 3]
+    assert [report.batch_id for report in reports] == [0, 1, 2]
     assert all(report.metrics["ratio"] == pytest.approx(1.0, abs=0.2) for report in reports)
     lines = (tmp_path / "generation.jsonl").read_text().splitlines()
-    assert [json.loads(line)["batch_id"] for line in lines] == [0, 1, 2, 3]
+    assert [json.loads(line)["batch_id"] for line in lines] == [0, 1, 2]
     # The trainer would drop and count what is older than the limit; here nothing was.
     assert sum(report.step_global_batch_size for report in reports) == reports[-1].consumed_rollouts
     # Only the newest weights are kept.
     kept = sorted(path.name for path in (tmp_path / "weights").iterdir())
-    assert kept[-1] >= "weights-00000003.pt" and len(kept) <= 3
+    assert kept[-1] >= "weights-00000002.pt" and len(kept) <= 3

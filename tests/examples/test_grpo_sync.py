@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from megatron_dynbatch.report.step_report import read_step_reports
+from tests.examples.launching import launch_rank
+from tests.pool import run_ranks
 
 pytest.importorskip("reasoning_gym")
 
 
 def test_rollouts_are_generated_at_each_step_boundary(tmp_path: Path) -> None:
     from examples.demo.runs import MODEL
-    from examples.demo.training import train
 
     launch = [
         "--module", "examples.grpo_sync", *MODEL, "--seed", "1", "--groups", "3",
@@ -22,7 +23,7 @@ def test_rollouts_are_generated_at_each_step_boundary(tmp_path: Path) -> None:
         "--max-tokens-per-gpu", "256", "--micro-batch-width", "variable",
         "--step-report", str(tmp_path / "steps.jsonl"),
     ]  # fmt: skip
-    train(launch, tmp_path / "steps.jsonl", tmp_path / "log", lambda report: None)
+    run_ranks(2, launch_rank, launch, process_group=False)
     reports = read_step_reports(tmp_path / "steps.jsonl")
     assert [report.batch_id for report in reports] == [0, 1, 2]
     # On-policy: the log-probs that the sampler reported are those of the trained model.

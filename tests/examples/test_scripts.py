@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
 import pytest
 
+from megatron_dynbatch.report.step_report import read_step_reports
 from tests.cpu.training import train_ranks
 from tests.parity.rollouts import CAPACITY, STEP_SIZES, make_steps, write_batches
 from tests.pool import ROOT, run_ranks
@@ -78,11 +80,38 @@ def assert_same(found: Numbers, expected: Numbers) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize("pipeline_size", [1, 2])
-def test_three_ways_in_give_the_same_numbers(rollouts: Path, pipeline_size: int) -> None:
-    layout = ("--pipeline-model-parallel-size", str(pipeline_size))
-    stock = with_pretrain("pretrain_gpt_sft.py", rollouts, *layout)
-    variable = with_pretrain("sft_varlen.py", rollouts, "--micro-batch-width", "variable", *layout)
+def test_three_ways_in_give_the_same_numbers(rollouts: Path) -> None:
+    """Whatever the two ranks share: the data, or the layers of the model."""
+    pipeline = ("--pipeline-model-parallel-size", "2")
+    stock = with_pretrain("pretrain_gpt_sft.py", rollouts)
     assert_same(stock, stock)
-    assert_same(variable, stock)
-    assert_same(with_own_loop(rollouts, pipeline_size), stock)
+    variable = ("--micro-batch-width", "variable")
+    assert_same(with_pretrain("sft_varlen.py", rollouts, *variable, *pipeline), stock)
+    for pipeline_size in (1, 2):
+        assert_same(with_own_loop(rollouts, pipeline_size), stock)
+
+
+def test_chats_become_steps_of_different_sizes(tmp_path: Path) -> None:
+    """A step holds at most 17 tokens of whole conversations."""
+    turns = [(3, 2, 1, 1), (2, 1), (1, 2), (8, 3), (1, 0)]
+    with (tmp_path / "chats.jsonl").open("w") as file:
+        for lengths in turns:
+            messages = [
+                {"role": ("user", "assistant")[k % 2], "content": " ".join(["7"] * n)}
+                for k, n in enumerate(lengths)
+                if n
+            ]
+            messages += [{"role": "assistant", "content": "9"}] * (lengths[-1] == 0)
+            print(json.dumps({"messages": messages}), file=file)
+    argv = [
+        "--dynamic-global-batch", "--rollout-path", str(tmp_path / "rollouts"),
+        "--chat-jsonl", str(tmp_path / "chats.jsonl"), "--message-format", "{content}",
+        "--step-splitter", "tokens", "--tokens-per-step", "17", "--max-tokens-per-gpu", "64",
+        "--micro-batch-width", "variable", "--train-iters", "10",
+        "--step-report", str(tmp_path / "steps.jsonl"),
+    ]  # fmt: skip
+    train_ranks(1, argv, script=ROOT / "examples" / "sft_varlen.py", install_hooks=True)
+    reports = read_step_reports(tmp_path / "steps.jsonl")
+    # With an end-of-document token after each answer: 9, 4, 4 | 12, 3 tokens.
+    assert [(r.step_global_batch_size, r.num_tokens) for r in reports] == [(3, 17), (2, 15)]
+    assert [r.num_trained_tokens for r in reports] == [3 + 2 + 2 + 3, 4 + 2]
