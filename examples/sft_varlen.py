@@ -13,7 +13,8 @@ Real size, an 8B model on 8 GPUs:
 
     torchrun --nproc-per-node 8 examples/sft_varlen.py \
         --dynamic-global-batch --rollout-path /shared/rollouts \
-        --chat-jsonl /shared/chats.jsonl --step-splitter tokens --tokens-per-step 262144 \
+        --chat-jsonl /shared/chats.jsonl --rollouts-per-step batch \
+        --step-splitter tokens --tokens-per-step 262144 \
         --max-tokens-per-gpu 16384 --micro-batch-width variable --loss-reduction token \
         --lr 1e-5 --lr-decay-style cosine --lr-warmup-samples 1000 --train-samples 100000 \
         --tensor-model-parallel-size 2 --sequence-parallel \

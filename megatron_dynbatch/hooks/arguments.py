@@ -68,6 +68,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "variable: each has its own length (scripts that use megatron_dynbatch.get_batch).")
     add("--step-splitter", default="rollouts", metavar="NAME|pkg.mod:fn",
         help="How rollouts are grouped into steps.")
+    add("--tokens-per-step", type=int, metavar="N",
+        help="Tokens of a step at most, with --step-splitter tokens.")
     add("--batch-timeout", type=float, default=1800.0, metavar="SECONDS",
         help="How long to wait for the next rollout batch or the END marker (default: 1800).")
     add("--agreement-timeout", type=float, default=300.0, metavar="SECONDS",
@@ -239,6 +241,7 @@ def options_from_args(args: argparse.Namespace) -> PlanOptions:
         oversize=args.oversize,
         fixed_width=args.micro_batch_width == "fixed",
         step_splitter=args.step_splitter,
+        tokens_per_step=args.tokens_per_step,
     )
 
 

@@ -106,7 +106,8 @@ def test_chats_become_steps_of_different_sizes(tmp_path: Path) -> None:
     argv = [
         "--dynamic-global-batch", "--rollout-path", str(tmp_path / "rollouts"),
         "--chat-jsonl", str(tmp_path / "chats.jsonl"), "--message-format", "{content}",
-        "--step-splitter", "tokens", "--tokens-per-step", "17", "--max-tokens-per-gpu", "64",
+        "--rollouts-per-step", "100", "--global-batch-size", "100", "--max-tokens-per-gpu", "64",
+        "--step-splitter", "tokens", "--tokens-per-step", "17",
         "--micro-batch-width", "variable", "--train-iters", "10",
         "--step-report", str(tmp_path / "steps.jsonl"),
     ]  # fmt: skip
