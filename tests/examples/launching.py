@@ -1,17 +1,30 @@
-"""Starts what `megatron_dynbatch.run --cpu` would, in a process of the pool."""
+"""Starts what `megatron_dynbatch.run --cpu` would, in processes of the pool."""
 
 from __future__ import annotations
 
+import os
+import socket
 
-def launch_rank(arguments: list[str]) -> None:
-    """What `megatron_dynbatch.run --cpu` does with these arguments."""
+from tests.pool import run_ranks
+
+
+def launch(size: int, arguments: list[str]) -> None:
+    """What `torchrun -m megatron_dynbatch.run --cpu` does with these arguments."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run_ranks(size, _launch_rank, arguments, port, process_group=False)
+
+
+def _launch_rank(arguments: list[str], port: int) -> None:
     from megatron_dynbatch import hooks
     from megatron_dynbatch.run import parse_launch, run_target
 
+    os.environ["MASTER_PORT"] = str(port)
     hooks.install()
-    launch = parse_launch(arguments)
-    assert launch is not None
-    run_target(launch)
+    parsed = parse_launch(arguments)
+    assert parsed is not None
+    run_target(parsed)
 
 
 def untrained(launch: list[str]) -> list[str]:

@@ -14,8 +14,7 @@ pytest.importorskip("reasoning_gym")
 from examples.demo.__main__ import show_asynchronous  # noqa: E402
 from examples.demo.asynchronous import Arm, compare  # noqa: E402
 from examples.demo.training import TrainingFailed, read_json_lines  # noqa: E402
-from tests.examples.launching import launch_rank, untrained  # noqa: E402
-from tests.pool import run_ranks  # noqa: E402
+from tests.examples.launching import launch, untrained  # noqa: E402
 
 NUM_BATCHES = 3
 
@@ -25,7 +24,7 @@ def test_no_trained_rollout_is_older_than_the_limit(tmp_path: Path) -> None:
     arm.folder.mkdir()
     generation = threading.Thread(target=arm.generation(seed=1, groups=4).run, daemon=True)
     generation.start()
-    run_ranks(1, launch_rank, untrained(arm.launch(1, tmp_path)), process_group=False)
+    launch(1, untrained(arm.launch(1, tmp_path)))
     generation.join()
 
     rows = arm.ledger()

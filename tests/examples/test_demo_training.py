@@ -13,8 +13,7 @@ from examples.demo.__main__ import show
 from examples.demo.results import rise, step_rows
 from examples.demo.runs import LAYOUTS, SeedRun, Settings
 from examples.demo.training import read_json_lines
-from tests.examples.launching import launch_rank, untrained
-from tests.pool import run_ranks
+from tests.examples.launching import launch, untrained
 
 RANKS = 2
 
@@ -22,10 +21,9 @@ RANKS = 2
 def train_policy(run: SeedRun, *, warm: bool = False) -> list[dict[str, float]]:
     """Step reports of the reinforcement learning, metrics among the other numbers."""
     run.folder.mkdir(exist_ok=True)
-    launch = run.policy_launch()
-    resumes = "--finetune" not in launch
-    flags = launch if warm or resumes else untrained(launch)
-    run_ranks(RANKS, launch_rank, flags, process_group=False)
+    flags = run.policy_launch()
+    is_resumed = "--finetune" not in flags
+    launch(RANKS, flags if warm or is_resumed else untrained(flags))
     return [{**vars_of(report), **report.metrics} for report in run.reports()]
 
 
@@ -70,7 +68,7 @@ def test_shuffled_advantages_teach_nothing_and_are_reported(tmp_path: Path) -> N
     )
     run.folder.mkdir()
     run.write_demonstrations()
-    run_ranks(RANKS, launch_rank, run.warm_up_launch(), process_group=False)
+    launch(RANKS, run.warm_up_launch())
     train_policy(run, warm=True)
     episodes = read_json_lines(run.episodes_file)
     rows = step_rows(run.reports(), episodes)

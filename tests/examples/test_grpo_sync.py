@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dynbatch.report.step_report import read_step_reports
-from tests.examples.launching import launch_rank
-from tests.pool import run_ranks
+from tests.examples.launching import launch
 
 pytest.importorskip("reasoning_gym")
 
@@ -16,14 +15,14 @@ pytest.importorskip("reasoning_gym")
 def test_rollouts_are_generated_at_each_step_boundary(tmp_path: Path) -> None:
     from examples.demo.runs import MODEL
 
-    launch = [
+    flags = [
         "--module", "examples.grpo_sync", *MODEL, "--seed", "1", "--groups", "3",
         "--lr", "1e-3", "--lr-decay-style", "constant", "--train-iters", "3",
         "--dynamic-global-batch", "--rollout-path", "queue:grpo", "--rollouts-per-step", "100",
         "--max-tokens-per-gpu", "256", "--micro-batch-width", "variable",
         "--step-report", str(tmp_path / "steps.jsonl"),
     ]  # fmt: skip
-    run_ranks(2, launch_rank, launch, process_group=False)
+    launch(2, flags)
     reports = read_step_reports(tmp_path / "steps.jsonl")
     assert [report.batch_id for report in reports] == [0, 1, 2]
     # On-policy: the log-probs that the sampler reported are those of the trained model.
