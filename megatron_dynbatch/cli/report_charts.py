@@ -11,6 +11,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_dynbatch.plan import Plan
@@ -64,6 +65,9 @@ def draw_curves(axes: Axes, title: str, curves: Mapping[str, Curve]) -> None:
     axes.set_title(title)
     for number, (label, (steps, values)) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
+        if len(values) < 3 * _SMOOTHING:  # a mean of the last few would only lag behind
+            axes.plot(steps, values, color=colour, lw=1.6, marker="o", ms=4, label=label)
+            continue
         axes.plot(steps, values, color=colour, lw=0.8, alpha=0.35)
         axes.plot(steps, smooth(values), color=colour, lw=2.2, label=label)
     if len(curves) > 1:
@@ -136,6 +140,7 @@ def draw_history(path: Path, reports: Sequence[StepReport], curves: Mapping[str,
         draw_fill(axes[-1], reports)
         axes[-1].set_xlabel("training step")
         axes[-1].set_xlim(reports[0].iteration - 0.7, reports[-1].iteration + 0.7)
+        axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def draw_times(path: Path, predicted: ArrayLike, measured: ArrayLike) -> float:
