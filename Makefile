@@ -53,8 +53,8 @@ docs: $(INSTALLED)  ## the documentation as a site in site/; a dead link is an e
 report-check: $(INSTALLED)  ## RUN=DIR: the report page in headless Chromium at two widths
 	$(BIN)/python -m tests.browser.check_report $(RUN)
 
-package-check: $(INSTALLED)  ## sdist and wheel; the wheel in clean environments, with extras and without
-	$(BIN)/python -m tests.package.check
+package-check: $(INSTALLED)  ## DIST=DIR: sdist and wheel; the wheel in new environments
+	$(BIN)/python -m tests.package.check $(DIST)
 
 PEERS := runs/peers
 

@@ -1,13 +1,14 @@
-"""``python -m tests.package.check``: sdist and wheel, and the wheel in new environments.
+"""``python -m tests.package.check [DIST]``: sdist and wheel, and the wheel in new environments.
 
-Builds both from this checkout, looks into them, and installs the wheel in new environments without
-extras and with some. torch and what it needs are linked from the environment that runs this:
-they are gigabytes. Everything else is installed as anybody would. `make package-check` runs it; it
-needs the package index.
+Builds both from this checkout (or takes those in DIST), looks into them, and installs the wheel in
+new environments without extras and with some. torch and what it needs are linked from the
+environment that runs this: they are gigabytes. Everything else is installed as anybody would. `make
+package-check` runs it; it needs the package index.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -47,14 +48,17 @@ def run(*command: str | Path, expect: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def build(out: Path) -> tuple[Path, Path]:
+def outside_environment() -> dict[str, str]:
+    """Variables without PYTHONPATH: what it holds would count as installed."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def build(out: Path) -> None:
     """Build sdist and wheel."""
     subprocess.run(
         [sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)],
-        check=True, stdout=subprocess.DEVNULL,
+        check=True, stdout=subprocess.DEVNULL, env=outside_environment(),
     )  # fmt: skip
-    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
-    return sdist, wheel
 
 
 def look_inside(sdist: Path, wheel: Path) -> None:
@@ -109,7 +113,8 @@ def check_environment(wheel: Path, extras: str, folder: Path) -> None:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     link_torch(folder / "lib" / version / "site-packages")
     wanted = f"{wheel}[{extras}]" if extras else str(wheel)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", wanted], check=True)
+    install = [python, "-m", "pip", "install", "--quiet", wanted]
+    subprocess.run(install, check=True, env=outside_environment())
     run(python, "-m", "pip", "check")
     command = folder / "bin" / "megatron-dynbatch"
     found = {run(command, "--version").strip(), run(python, "-c", WITHOUT_TORCH).strip()}
@@ -131,7 +136,10 @@ def main() -> int:
     """Exit code 0 if everything holds."""
     with tempfile.TemporaryDirectory(prefix="package-check-") as name:
         folder = Path(name)
-        sdist, wheel = build(folder / "dist")
+        dist = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else folder / "dist"
+        if len(sys.argv) == 1:
+            build(dist)
+        (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
         look_inside(sdist, wheel)
         for number, extras in enumerate(EXTRAS):
             check_environment(wheel, extras, folder / f"environment-{number}")
