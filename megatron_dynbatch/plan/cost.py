@@ -106,9 +106,22 @@ def integer_costs(costs: NDArray[np.float64]) -> NDArray[np.int64]:
 
     Integral costs that are small enough stay as they are; others are scaled by a power of two.
     """
+    exponent = _exponent(costs)
+    if exponent == 0:
+        return costs.astype(np.int64)
+    return np.maximum(1, np.rint(np.ldexp(costs, exponent))).astype(np.int64)
+
+
+def integer_gamma(costs: NDArray[np.float64], gamma: float) -> int:
+    """The fixed cost of a micro-batch, scaled as `integer_costs` scales the costs [S]."""
+    return round(math.ldexp(gamma, _exponent(costs)))
+
+
+def _exponent(costs: NDArray[np.float64]) -> int:
+    """Power of two by which costs are scaled."""
     largest = float(costs.max()) if costs.size else 0.0
     exponent = math.frexp(largest)[1] if largest > 0 else 0
     limit = LARGEST_INTEGER_COST.bit_length() - 1
     if exponent <= limit and bool((costs == np.rint(costs)).all()):
-        return costs.astype(np.int64)
-    return np.maximum(1, np.rint(np.ldexp(costs, limit - exponent))).astype(np.int64)
+        return 0
+    return limit - exponent

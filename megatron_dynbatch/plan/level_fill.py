@@ -44,6 +44,10 @@ class Items:
     capacity: int
     logit_capacity: int
 
+    def fill_share(self, num_bins: int) -> float:
+        """Share of the room of so many micro-batches that the samples need."""
+        return int(self.sizes.sum()) / (num_bins * self.capacity)
+
 
 class _Bins:
     """Micro-batches being filled: number k·dp + r is the k-th of rank r."""

@@ -37,7 +37,7 @@ class PlanOptions:
         max_logits_per_gpu: Cap on the logits that the responses of a micro-batch have on one GPU,
             in elements: rows · vocab_size / tp. Needs `vocab_size`; None is no such cap.
         vocab_size: Padded vocabulary size.
-        order: Order of a rank's micro-batches, one of `ORDERS` (see `order.row_order`).
+        order: Order of a rank's micro-batches, one of `ORDERS` (see `order.fastest`).
         cost: The cost model that balances ranks and micro-batches.
     """
 

@@ -65,7 +65,8 @@ class Placement:
         return int(self.grid.max(axis=1).sum())
 
     def renumber(self, places: NDArray[np.int64]) -> None:
-        """Micro-batch places[k, r] becomes the k-th of rank r."""
+        """Micro-batch places[k, r] becomes the k-th of rank r; places is [M, dp]."""
+        self.num_rows, self.dp = places.shape
         old = places.ravel()
         new = np.empty_like(old)
         new[old] = np.arange(old.size)
@@ -73,13 +74,21 @@ class Placement:
         for name in ("tokens", "costs", "logit_rows", "counts"):
             setattr(self, name, getattr(self, name)[old])
 
+    def bins(self) -> list[list[int]]:
+        """Items of each micro-batch [M · dp], ascending."""
+        return self._listed(np.arange(self.bin_of.size))
+
     def micro_batches(self) -> list[list[list[int]]]:
         """Samples of the step in each micro-batch [dp][M], ascending; an empty one is a dummy."""
-        by_bin = np.lexsort((self.items.order, self.bin_of))
-        samples = self.items.order[by_bin].tolist()
-        ends = np.cumsum(self.counts).tolist()
-        bins = [samples[end - count : end] for count, end in zip(self.counts, ends, strict=True)]
+        bins = self._listed(self.items.order)
         return [bins[rank :: self.dp] for rank in range(self.dp)]
+
+    def _listed(self, names: NDArray[np.int64]) -> list[list[int]]:
+        """What the items of each micro-batch are called, ascending."""
+        listed = names[np.lexsort((names, self.bin_of))].tolist()
+        ends = np.cumsum(self.counts).tolist()
+        counts = self.counts.tolist()
+        return [listed[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
     def move(self, item: int, number: int) -> None:
         """Put an item into another micro-batch."""
@@ -240,7 +249,7 @@ def _shift(placement: Placement, high: int, low: int, gap: int) -> bool:
         numbers = np.arange(placement.costs.size)
         pair = [giver * dp + high, taker * dp + low]
         numbers[pair] = pair[::-1]
-        placement.renumber(numbers)
+        placement.renumber(numbers.reshape(placement.num_rows, dp))
         return True
     if score.flat[place] == NEVER:
         return False

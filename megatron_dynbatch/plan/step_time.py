@@ -7,25 +7,23 @@ backward on the stage after. Expert parallelism makes the k-th micro-batches of 
 group take as long as their dearest. The step ends when the slowest DP rank has ended.
 
 Times are in the unit of the cost model. Stages share a micro-batch's cost equally, a third of it
-forward and two thirds backward; transfers take no time.
+forward and two thirds backward; transfers take no time. Inside, time is counted in ticks, of which
+a forward pass takes as many as its micro-batch costs: integer costs are simulated exactly.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dynbatch.plan.layout import ParallelLayout
 
-FORWARD_SHARE = 1 / 3
 
-
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """One forward or backward pass of a micro-batch through one model chunk of a stage."""
 
     is_forward: bool
@@ -44,6 +42,10 @@ class StepTime:
 
     seconds: float
     bubble: float
+
+
+# (stage, pass, place in the program of the pass that its input comes from, or −1).
+Program = tuple[tuple[int, Pass, int], ...]
 
 
 @lru_cache(maxsize=64)
@@ -84,25 +86,48 @@ def predict(costs: NDArray[Any], layout: ParallelLayout) -> StepTime:
     """
     durations = np.asarray(costs, dtype=np.float64)
     busy = float(durations.sum()) / durations.shape[0]
-    durations = _in_lockstep(durations, layout.lockstep_ranks)
-    if layout.pp == 1:
-        seconds = float(durations.sum(axis=1).max())
-    else:
-        seconds = float(pipeline_ends(durations, layout).max())
+    seconds = float(step_ticks(durations[None], layout)[0]) / ticks_per_cost(layout)
     # Every stage works for 1/pp of the cost.
     bubble = 1 - busy / layout.pp / seconds if seconds > 0 else 0.0
     return StepTime(seconds, max(0.0, bubble))
 
 
-def _in_lockstep(durations: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """Each group of `size` consecutive ranks takes as long as its slowest, micro-batch-wise."""
+def ticks_per_cost(layout: ParallelLayout) -> int:
+    """Ticks in a unit of cost: one forward pass of a micro-batch of cost c takes c ticks."""
+    return 3 * layout.pp * layout.vpp
+
+
+def step_ticks[T: (np.int64, np.float64)](costs: NDArray[T], layout: ParallelLayout) -> NDArray[T]:
+    """Durations of several steps side by side, in ticks; exact for integer costs.
+
+    Args:
+        costs: Cost of each micro-batch [steps, dp, M], in the order in which ranks run them.
+        layout: The parallel layout.
+
+    Returns:
+        Durations [steps], of the type of the costs.
+    """
+    durations = in_lockstep(costs, layout.lockstep_ranks)
+    if layout.pp == 1:
+        ends = 3 * durations.sum(axis=2)
+    else:
+        ends = pipeline_ticks(durations.reshape(-1, durations.shape[2]), layout)
+    return ends.reshape(len(costs), -1).max(axis=1)
+
+
+def in_lockstep[T: (np.int64, np.float64)](durations: NDArray[T], size: int) -> NDArray[T]:
+    """Micro-batches [steps, groups, M] of groups of `size` consecutive ranks [steps, dp, M].
+
+    A group takes as long as its slowest rank, micro-batch by micro-batch.
+    """
     if size == 1:
         return durations
-    groups = [durations[start : start + size] for start in range(0, len(durations), size)]
-    return np.stack([group.max(axis=0) for group in groups])
+    return np.maximum.reduceat(durations, np.arange(0, durations.shape[1], size), axis=1)
 
 
-def pipeline_ends(durations: NDArray[np.float64], layout: ParallelLayout) -> NDArray[np.float64]:
+def pipeline_ticks[T: (np.int64, np.float64)](
+    durations: NDArray[T], layout: ParallelLayout
+) -> NDArray[T]:
     """When each of several independent pipelines has finished.
 
     Args:
@@ -110,9 +135,10 @@ def pipeline_ends(durations: NDArray[np.float64], layout: ParallelLayout) -> NDA
         layout: The parallel layout.
 
     Returns:
-        Ends [pipelines].
+        Ends [pipelines], in ticks.
     """
-    return np.maximum.reduce(list(pass_times(durations, layout)[1].values()))
+    _, ends, _ = _run(durations, layout)
+    return np.maximum.reduce(ends)
 
 
 PassKey = tuple[int, Pass]
@@ -120,32 +146,58 @@ Times = dict[PassKey, NDArray[np.float64]]
 
 
 def pass_times(durations: NDArray[np.float64], layout: ParallelLayout) -> tuple[Times, Times]:
-    """Start and end [pipelines] of every pass, by (stage, pass)."""
-    pp, vpp = layout.pp, layout.vpp
-    num_microbatches = durations.shape[1]
-    orders = [stage_order(stage, num_microbatches, layout) for stage in range(pp)]
-    share = {True: FORWARD_SHARE / (pp * vpp), False: (1 - FORWARD_SHARE) / (pp * vpp)}
-    starts: Times = {}
-    ends: Times = {}
-    clocks = [np.zeros(durations.shape[0]) for _ in range(pp)]
-    done = [0] * pp
-    remaining = sum(len(order) for order in orders)
-    while remaining:
-        before = remaining
-        for stage in range(pp):
+    """Start and end [pipelines] of every pass, by (stage, pass), in the unit of the costs."""
+    starts, ends, program = _run(durations, layout)
+    ticks = ticks_per_cost(layout)
+    keys = [(stage, item) for stage, item, _ in program]
+    return (
+        {key: start / ticks for key, start in zip(keys, starts, strict=True)},
+        {key: end / ticks for key, end in zip(keys, ends, strict=True)},
+    )
+
+
+def _run[T: (np.int64, np.float64)](
+    durations: NDArray[T], layout: ParallelLayout
+) -> tuple[list[NDArray[T]], list[NDArray[T]], Program]:
+    """Starts and ends [pipelines] of the passes of a program, in ticks."""
+    program = _program(durations.shape[1], replace(layout, dp=1, cp=1, tp=1, ep=1))
+    forward = np.ascontiguousarray(durations.T)
+    backward = 2 * forward
+    clocks = [np.zeros_like(forward[0]) for _ in range(layout.pp)]
+    starts: list[NDArray[T]] = []
+    ends: list[NDArray[T]] = []
+    for stage, item, source in program:
+        start = clocks[stage]
+        if source >= 0:
+            start = np.maximum(start, ends[source])
+        length = forward if item.is_forward else backward
+        clocks[stage] = start + length[item.micro_batch]
+        starts.append(start)
+        ends.append(clocks[stage])
+    return starts, ends, program
+
+
+@lru_cache(maxsize=64)
+def _program(num_microbatches: int, layout: ParallelLayout) -> Program:
+    """Passes of all stages, each behind the one that its input comes from: its place, or −1."""
+    orders = [stage_order(stage, num_microbatches, layout) for stage in range(layout.pp)]
+    places: dict[PassKey, int] = {}
+    program: list[tuple[int, Pass, int]] = []
+    done = [0] * layout.pp
+    total = sum(len(order) for order in orders)
+    while len(program) < total:
+        before = len(program)
+        for stage in range(layout.pp):
             while done[stage] < len(orders[stage]):
                 item = orders[stage][done[stage]]
                 source = _source(stage, item, layout)
-                if source is not None and source not in ends:
+                if source is not None and source not in places:
                     break
-                ready = clocks[stage] if source is None else np.maximum(clocks[stage], ends[source])
-                starts[stage, item] = ready
-                clocks[stage] = ready + share[item.is_forward] * durations[:, item.micro_batch]
-                ends[stage, item] = clocks[stage]
+                places[stage, item] = len(program)
+                program.append((stage, item, -1 if source is None else places[source]))
                 done[stage] += 1
-                remaining -= 1
-        assert remaining < before, "the schedule waits for itself"
-    return starts, ends
+        assert len(program) > before, "the schedule waits for itself"
+    return tuple(program)
 
 
 def _source(stage: int, item: Pass, layout: ParallelLayout) -> PassKey | None:

@@ -40,9 +40,9 @@ CASES: dict[str, tuple[int, ParallelLayout, PlanOptions]] = {
 
 FINGERPRINTS = {
     "one rank": "cb0325509b89b31a180bf787881cbbe2e30d6bd917ebc72b985471ea822d8107",
-    "barrier": "c04a8f32397846ed41bcc39214bf586f84d4e1c61e83813bb5d9b7c0f9b70aaa",
-    "lock-step": "81a8601f4f62d4763ea203c66e03f2462922cb7abde8bb83564bb52beae32c90",
-    "interleaved pipeline": "eb7fb27d4dfbd551c6c47fc68405a4289996dbc14f3e40bcf7d263180a8bb223",
+    "barrier": "48fdc2f33286f6e025623d1aed28620b093415736703335e3cdd06a076f77956",
+    "lock-step": "0ff21ee9fb20091a3da3dda0bcd5ca024b78b416eb8615c1ba59b509639b15db",
+    "interleaved pipeline": "e8d49837b25d087dac2d06dad1fd81f24594b0048aae5c032f8fd7144eabf217",
     "context parallel, steps": "6e30efadfae3e15a8b0445c3c034979c790c04fc8f49536bcbb38b03163db53c",
     "tight": "b3f02cc8da01c050ed398ec5ff121c31245d4609ec4d15a6f2ea5552e2f82115",
     "static": "15d431ea51729de37a3838349824bd6f9af5ba165b5c898491b63fbad5f2c740",
