@@ -14,7 +14,7 @@ from megatron_dynbatch.plan.bounds import makespan_bound
 from megatron_dynbatch.plan.layout import ParallelLayout
 from megatron_dynbatch.plan.level_fill import Items, fill_rows, longest_first
 from megatron_dynbatch.plan.placement import deal_rows
-from megatron_dynbatch.plan.search import EVEN_ENOUGH, Placement, even_ranks, even_rows
+from megatron_dynbatch.plan.search import EVEN_ENOUGH, Placement, even_groups, even_ranks, even_rows
 
 # Slack of the levels, tried in turn until every sample finds room; the last is the cap alone.
 SLACKS = (1.003, 1.02, float("inf"))
@@ -69,6 +69,9 @@ def constructions(
     width = row_width(layout)
     if width < dp:
         finalists.append(_in_rows(items, bin_of, dp, num_bins, width))
+        if items.sizes.size <= SEARCH_NUM_SAMPLES:
+            for placement in finalists:
+                even_groups(placement, width, MAX_PROPOSALS)
     if layout.pp > 1:
         flat = _in_rows(items, bin_of, dp, num_bins, num_bins)
         finalists.append(dealt(flat, dp, width))
@@ -82,7 +85,7 @@ def _in_rows(
     num_rows = num_bins // width
     is_small = items.sizes.size <= SEARCH_NUM_SAMPLES
     candidates: list[NDArray[np.int64] | None] = [bin_of]
-    if width == num_bins and num_bins > dp:
+    if width != dp:
         candidates.append(first_fill(items, width, num_rows))
     if is_small:
         candidates += [

@@ -98,11 +98,11 @@ def _pack_dynamic(items: Items, layout: ParallelLayout, more: bool) -> list[Plac
         layout: The parallel layout.
         more: Also those with the next count after Mmin, if that needs no dummy.
     """
-    dp, width = layout.dp, row_width(layout)
+    dp = layout.dp
     fewest = num_rows = smallest_count(items, layout)
     if items.sizes.size <= dp * num_rows:
         return [_alone(items, num_rows, layout)]
-    bin_of = first_fill(items, width, dp * num_rows // width)
+    bin_of = first_fill(items, dp, num_rows)
     if bin_of is None:
         bins = _tight_bins(items, dp * num_rows)
         num_rows = layout.next_admissible(-(-len(bins) // dp))
@@ -110,13 +110,13 @@ def _pack_dynamic(items: Items, layout: ParallelLayout, more: bool) -> list[Plac
             return [_alone(items, num_rows, layout)]
         is_small = items.sizes.size <= SEARCH_NUM_SAMPLES
         if is_small or items.fill_share(dp * num_rows) < LOOSE_FILL:
-            bin_of = first_fill(items, width, dp * num_rows // width)
+            bin_of = first_fill(items, dp, num_rows)
         if bin_of is None:
             bin_of = _split(items, bins, dp * num_rows)
     finalists = constructions(items, bin_of, num_rows, layout)
     following = layout.next_admissible(fewest + 1)
     if more and num_rows < following and dp * following <= items.sizes.size:
-        bin_of = first_fill(items, width, dp * following // width)
+        bin_of = first_fill(items, dp, following)
         if bin_of is None:
             bin_of = _split(items, finalists[0].bins(), dp * following)
         finalists += constructions(items, bin_of, following, layout)

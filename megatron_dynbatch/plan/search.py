@@ -127,6 +127,32 @@ def even_rows(placement: Placement, max_proposals: int, max_load: int | None = N
             stuck.add(row)
 
 
+def even_groups(placement: Placement, width: int, max_proposals: int) -> None:
+    """Lower the group of `width` ranks in lock-step whose rows cost most in sum.
+
+    Cost goes out of the dearest micro-batches of its rows, within bounds also into rows of the
+    group whose rows cost least, until the two are about even.
+    """
+    dp, num_rows = placement.dp, placement.num_rows
+    num_groups = dp // width
+    # The rows of a group, seen as rows of a narrower placement: row k · groups + g.
+    placement.dp, placement.num_rows = width, num_rows * num_groups
+    for _ in range(max_proposals):
+        dearest = placement.grid.max(axis=1)
+        loads = dearest.reshape(num_rows, num_groups).sum(axis=0)
+        high, low = int(loads.argmax()), int(loads.argmin())
+        gap = int(loads[high] - loads[low])
+        if gap <= EVEN_ENOUGH * loads[high]:
+            break
+        spare = np.zeros((num_rows, num_groups, width), dtype=np.int64)
+        spare[:, low] = gap // 2
+        rows = np.arange(num_rows) * num_groups + high
+        rows = rows[np.argsort(-dearest[rows], kind="stable")]
+        if not any(_relieve(placement, int(row), None, spare.ravel()) for row in rows):
+            break
+    placement.dp, placement.num_rows = dp, num_rows
+
+
 def even_ranks(placement: Placement, max_proposals: int) -> None:
     """Lower the most loaded rank: shift cost to one of the least loaded.
 
@@ -191,12 +217,17 @@ class _Exchanges:
             self.placement.move(int(self.takers[taker]), int(self.sources[giver]))
 
 
-def _relieve(placement: Placement, row: int, max_load: int | None) -> bool:
-    """The best single move or swap that lowers the dearest micro-batch of a row, if any."""
+def _relieve(
+    placement: Placement, row: int, max_load: int | None, spare: NDArray[np.int64] | int = 0
+) -> bool:
+    """The best single move or swap that lowers the dearest micro-batch of a row, if any.
+
+    Other rows may become dearer by `spare`, for each micro-batch.
+    """
     dp, line = placement.dp, placement.grid[row]
     dearest = row * dp + int(line.argmax())
     to_gain = int(line.max()) - int(np.partition(line, dp - 2)[dp - 2])
-    room = np.repeat(placement.grid.max(axis=1), dp) - placement.costs
+    room = np.repeat(placement.grid.max(axis=1), dp) - placement.costs + spare
     mine = placement.bin_of == dearest
     exchanges = _Exchanges(
         placement, np.flatnonzero(mine), np.flatnonzero(~mine), np.arange(placement.costs.size)
