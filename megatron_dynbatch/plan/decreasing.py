@@ -21,19 +21,20 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[list[
         Sample numbers of each bin, in the order in which bins were opened.
     """
     bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (room, bin), sorted
-    sizes = lengths.tolist()
-    for item in np.argsort(-lengths, kind="stable").tolist():
-        size = sizes[item]
-        place = bisect.bisect_left(free, (size, -1))
+    # Room and number of each bin in one integer, room · (S + 1) + bin, sorted.
+    free: list[int] = []
+    base = len(lengths) + 1
+    order = np.argsort(-lengths, kind="stable")
+    for item, size in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        place = bisect.bisect_left(free, size * base)
         if place < len(free):
-            room, number = free.pop(place)
+            room, number = divmod(free.pop(place), base)
             bins[number].append(item)
         else:
             room, number = capacity, len(bins)
             bins.append([item])
         if size < room:
-            bisect.insort(free, (room - size, number))
+            bisect.insort(free, (room - size) * base + number)
     return bins
 
 

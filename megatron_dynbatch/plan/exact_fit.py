@@ -9,7 +9,8 @@ closing is found. (A relative of the minimum-bin-slack heuristic of Gupta and Ho
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ class _Lengths:
     def __init__(self, lengths: list[int], capacity: int) -> None:
         self.capacity = capacity
         self.counts = Counter(lengths)
+        self.sorted = sorted(self.counts)
         self.total = sum(lengths)
         sums = PAIR_SUMS_IN_ALL // max(1, len(lengths))
         self.num_pair_sums = min(MOST_PAIR_SUMS, max(FEWEST_PAIR_SUMS, sums))
@@ -40,29 +42,29 @@ class _Lengths:
     def take(self, length: int) -> None:
         """Remove one sample of this length."""
         self.total -= length
-        self.counts[length] -= 1
-        if not self.counts[length]:
+        left = self.counts[length] - 1
+        self.counts[length] = left
+        if not left:
             self.present ^= 1 << length
             self.mirror ^= 1 << (self.capacity - length)
+            del self.sorted[bisect_left(self.sorted, length)]
 
     def largest(self, limit: int) -> int:
         """The largest length that is at most `limit`; 0 if there is none."""
-        return max(0, (self.present & ((2 << limit) - 1)).bit_length() - 1) if limit > 0 else 0
+        place = bisect_right(self.sorted, limit)
+        return self.sorted[place - 1] if place else 0
 
-    @property
-    def smallest(self) -> int:
-        return (self.present & -self.present).bit_length() - 1
-
-    def put_back(self, length: int) -> None:
-        """Undo `take`."""
-        self.total += length
-        self.counts[length] += 1
-        self.present |= 1 << length
-        self.mirror |= 1 << (self.capacity - length)
+    def hide(self, length: int, sign: int) -> None:
+        """Keep one sample of this length out of pairs (sign −1), or undo that (sign 1)."""
+        before = self.counts[length]
+        self.counts[length] = before + sign
+        if min(before, before + sign) == 0:
+            self.present ^= 1 << length
+            self.mirror ^= 1 << (self.capacity - length)
 
     def pair(self, room: int, tolerance: int) -> list[int] | None:
         """Two samples, of lengths as alike as can be, that leave at most `tolerance` of `room`."""
-        lowest = max(room - min(tolerance, self.num_pair_sums), 2 * self.smallest)
+        lowest = max(room - min(tolerance, self.num_pair_sums), 2 * self.sorted[0])
         highest = min(room, 2 * self.largest(room))
         for total in range(highest, lowest - 1, -1):
             half = (total + 1) // 2
@@ -87,10 +89,11 @@ def exact_fit(lengths: NDArray[np.int64], capacity: int, num_bins: int) -> list[
     """
     fitting = lengths <= capacity
     bins = [[item] for item in np.flatnonzero(~fitting).tolist()]
-    by_length: dict[int, list[int]] = {}
-    for item in np.flatnonzero(fitting)[::-1].tolist():
-        by_length.setdefault(int(lengths[item]), []).append(item)
-    left = _Lengths(lengths[fitting].tolist(), capacity)
+    by_length: defaultdict[int, list[int]] = defaultdict(list)
+    items, sizes = np.flatnonzero(fitting)[::-1].tolist(), lengths[fitting].tolist()
+    for item, size in zip(items, reversed(sizes), strict=True):
+        by_length[size].append(item)
+    left = _Lengths(sizes, capacity)
     while left.total:
         bins_left = max(1, num_bins - len(bins))
         tolerance = max(0, bins_left * capacity - left.total) // bins_left
@@ -100,7 +103,7 @@ def exact_fit(lengths: NDArray[np.int64], capacity: int, num_bins: int) -> list[
 
 def _fill_one(left: _Lengths, tolerance: int) -> list[int]:
     """Lengths of one micro-batch, taken out of `left`."""
-    taken = [left.largest(left.capacity)]
+    taken = [left.sorted[-1]]
     left.take(taken[0])
     room = left.capacity - taken[0]
     while largest := left.largest(room):
@@ -125,9 +128,9 @@ def _closing(left: _Lengths, room: int, largest: int, tolerance: int) -> list[in
     for _ in range(TRIPLE_FIRSTS):
         if not first or first == room:
             break
-        left.take(first)
+        left.hide(first, -1)
         pair = left.pair(room - first, tolerance)
-        left.put_back(first)
+        left.hide(first, 1)
         if pair:
             return [first, *pair]
         first = left.largest(first - 1)

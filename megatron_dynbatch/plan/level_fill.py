@@ -201,9 +201,17 @@ def _fill_coarsely(
 def _place_rest(bins: _Bins, left: NDArray[np.int64]) -> bool:
     """Each item left, largest first, where its cost exceeds the level least; False: no room."""
     items = bins.items
+    if not left.size:
+        return True
+    spaces, smallest = items.capacity - bins.tokens, int(items.sizes[left[0]])
+    usable = spaces[spaces >= smallest]
+    if not usable.size or usable.max() < items.sizes[left[-1]]:
+        return False
+    if usable.sum() < items.sizes[left].sum() or (usable // smallest).sum() < left.size:
+        return False
     heap = list(zip((bins.costs - bins.levels).tolist(), range(bins.costs.size), strict=True))
     heapq.heapify(heap)
-    rooms = (items.capacity - bins.tokens).tolist()
+    rooms = spaces.tolist()
     too_full: list[tuple[int, int, int]] = []  # (-room, excess, bin), fullest last
     for item in left[::-1].tolist():
         size, cost = int(items.sizes[item]), int(items.costs[item])

@@ -7,6 +7,8 @@ Constructions at a count compete by predicted step time (`order.fastest`).
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -135,9 +137,15 @@ def _tight_bins(items: Items, num_bins: int) -> list[list[int]]:
     """The fewest micro-batches that any packing by size alone finds."""
     if items.logit_rows is not None:
         return first_fit_two_caps(items)
-    bins = best_fit_decreasing(items.sizes, items.capacity)
+    sizes, capacity = items.sizes, items.capacity
+    # Large steps come here when they are tight, which is what the exact fit is for.
+    packings = [lambda: best_fit_decreasing(sizes, capacity)]
+    packings.insert(
+        0 if sizes.size > SEARCH_NUM_SAMPLES else 1, lambda: exact_fit(sizes, capacity, num_bins)
+    )
+    bins = packings[0]()
     if len(bins) > num_bins:
-        bins = min(exact_fit(items.sizes, items.capacity, num_bins), bins, key=len)
+        bins = min(packings[1](), bins, key=len)
     if len(bins) > num_bins and items.sizes.size <= MOST_SAMPLES:
         bins = search_packing(items.sizes, items.capacity, num_bins) or bins
     return bins
@@ -153,6 +161,6 @@ def _split(items: Items, bins: list[list[int]], num_bins: int) -> NDArray[np.int
     """The micro-batch of each item once the costliest have been split until there are enough."""
     bins = expand_bins_by_splitting(bins, num_bins, items.costs.tolist())
     bin_of = np.empty(items.sizes.size, dtype=np.int64)
-    for number, members in enumerate(bins):
-        bin_of[members] = number
+    members = np.array(list(chain.from_iterable(bins)), dtype=np.int64)
+    bin_of[members] = np.repeat(np.arange(len(bins)), [len(b) for b in bins])
     return bin_of

@@ -91,12 +91,9 @@ def _plan_step(
     logit_rows = None
     if options.max_logits_per_gpu is not None:
         logit_rows = response_rows(index.total_lengths[rows], index.response_lengths[rows], layout)
-    numbers = rows.tolist()
-    ranks = pack_step(lengths, logit_rows, layout, options).micro_batches()
+    ranks = pack_step(lengths, logit_rows, layout, options).micro_batches(rows)
     return StepPlan(
-        micro_batches=tuple(
-            tuple(tuple([numbers[item] for item in items]) for items in rank) for rank in ranks
-        ),
+        micro_batches=tuple(tuple(map(tuple, rank)) for rank in ranks),
         step_global_batch_size=num_rollouts,
         loss_denominator=loss_denominator(index, rows, options),
         num_trained_tokens=int(index.mask_sums[rows].sum()),

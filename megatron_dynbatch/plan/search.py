@@ -43,6 +43,7 @@ class Placement:
         self.rows_of_item = zeros if items.logit_rows is None else items.logit_rows
         self.logit_rows = self._sums(self.rows_of_item)
         self.counts = np.bincount(bin_of, minlength=dp * num_rows)
+        self._ranks: NDArray[np.int64] | None = None
 
     def _sums(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         sums = np.zeros(self.dp * self.num_rows, dtype=np.int64)
@@ -60,6 +61,13 @@ class Placement:
         return self.grid.sum(axis=0)
 
     @property
+    def rank_of(self) -> NDArray[np.int64]:
+        """Rank of each item [S]."""
+        if self._ranks is None:
+            self._ranks = self.bin_of % self.dp
+        return self._ranks
+
+    @property
     def lockstep_cost(self) -> int:
         """Σ over rows of the dearest micro-batch."""
         return int(self.grid.max(axis=1).sum())
@@ -67,6 +75,7 @@ class Placement:
     def renumber(self, places: NDArray[np.int64]) -> None:
         """Micro-batch places[k, r] becomes the k-th of rank r; places is [M, dp]."""
         self.num_rows, self.dp = places.shape
+        self._ranks = None
         old = places.ravel()
         new = np.empty_like(old)
         new[old] = np.arange(old.size)
@@ -74,13 +83,22 @@ class Placement:
         for name in ("tokens", "costs", "logit_rows", "counts"):
             setattr(self, name, getattr(self, name)[old])
 
+    def regroup(self, dp: int) -> None:
+        """See the same micro-batches, by the same numbers, as rows of another width."""
+        self.dp, self.num_rows = dp, self.costs.size // dp
+        self._ranks = None
+
     def bins(self) -> list[list[int]]:
         """Items of each micro-batch [M · dp], ascending."""
         return self._listed(np.arange(self.bin_of.size))
 
-    def micro_batches(self) -> list[list[list[int]]]:
-        """Samples of the step in each micro-batch [dp][M], ascending; an empty one is a dummy."""
-        bins = self._listed(self.items.order)
+    def micro_batches(self, rows: NDArray[np.int64] | None = None) -> list[list[list[int]]]:
+        """Samples of the step in each micro-batch [dp][M], ascending; an empty one is a dummy.
+
+        Args:
+            rows: What the samples of the step are called [S], ascending; default 0 to S − 1.
+        """
+        bins = self._listed(self.items.order if rows is None else rows[self.items.order])
         return [bins[rank :: self.dp] for rank in range(self.dp)]
 
     def _listed(self, names: NDArray[np.int64]) -> list[list[int]]:
@@ -102,6 +120,8 @@ class Placement:
             sums[source] -= value
             sums[number] += value
         self.bin_of[item] = number
+        if self._ranks is not None:
+            self._ranks[item] = number % self.dp
 
 
 def even_rows(placement: Placement, max_proposals: int, max_load: int | None = None) -> None:
@@ -136,7 +156,7 @@ def even_groups(placement: Placement, width: int, max_proposals: int) -> None:
     dp, num_rows = placement.dp, placement.num_rows
     num_groups = dp // width
     # The rows of a group, seen as rows of a narrower placement: row k · groups + g.
-    placement.dp, placement.num_rows = width, num_rows * num_groups
+    placement.regroup(width)
     for _ in range(max_proposals):
         dearest = placement.grid.max(axis=1)
         loads = dearest.reshape(num_rows, num_groups).sum(axis=0)
@@ -150,7 +170,7 @@ def even_groups(placement: Placement, width: int, max_proposals: int) -> None:
         rows = rows[np.argsort(-dearest[rows], kind="stable")]
         if not any(_relieve(placement, int(row), None, spare.ravel()) for row in rows):
             break
-    placement.dp, placement.num_rows = dp, num_rows
+    placement.regroup(dp)
 
 
 def even_ranks(placement: Placement, max_proposals: int) -> None:
@@ -251,7 +271,7 @@ def _relieve(
 def _shift(placement: Placement, high: int, low: int, gap: int) -> bool:
     """The best exchange from rank `high` to rank `low`, whose loads differ by `gap`."""
     dp = placement.dp
-    rank_of = placement.bin_of % dp
+    rank_of = placement.rank_of
     low_bins = np.arange(placement.num_rows) * dp + low
     exchanges = _Exchanges(
         placement,

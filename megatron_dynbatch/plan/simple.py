@@ -74,8 +74,10 @@ def expand_bins_by_splitting(
     if num_bins < len(bins):
         raise PlanError(f"cannot make {num_bins} bins by splitting {len(bins)}")
     result = [list(items) for items in bins]
+    if num_bins == len(bins):
+        return result
     heap = [
-        (-sum(costs[item] for item in items), number)
+        (-sum([costs[item] for item in items]), number)
         for number, items in enumerate(result)
         if len(items) > 1
     ]
