@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help install test lint demo docs parity test-versions test-stock gpu-check bench-plan anneal \
-  report-check package-check clean
+  report-check package-check plan-solver plan-versions clean
 
 # Other releases that the tests train with; each lies in a folder of its own, torch is shared.
 OTHER_MEGATRONS := $(addprefix $(VENV)/megatron-core-,0.17.1 0.18.2)
@@ -63,6 +63,26 @@ bench-plan: $(PEERS)  ## plans side by side with baselines and the packers of ve
 
 anneal: $(PEERS)  ## make the annealed reference plans again (half an hour)
 	$(BIN)/python -m benchmarks.plan_anneal --peers $(PEERS)
+
+plan-solver: $(INSTALLED)  ## plans of up to 40 samples within 2 % of an exact solver's bound
+	PLAN_SOLVER=full $(PYTEST) tests/plan/test_exact_solver.py
+
+# The oldest supported NumPy, and an interpreter other than the one that .venv was made with.
+OTHER_NUMPY := $(VENV)/numpy-2.0.2
+OTHER_PYTHON ?= python3.13
+
+plan-versions: $(OTHER_NUMPY) $(VENV)/plan-python  ## same plans; OTHER_PYTHON=python3.13
+	$(PYTEST) tests/versions/test_plans.py
+
+$(OTHER_NUMPY): $(VENV)/numpy-%: | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $@.part numpy==$*
+	mv $@.part $@
+
+$(VENV)/plan-python: | $(INSTALLED)
+	$(OTHER_PYTHON) -m venv $@.part
+	$@.part/bin/python -m pip install --quiet --disable-pip-version-check numpy pyarrow
+	mv $@.part $@
 
 $(PEERS): | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \

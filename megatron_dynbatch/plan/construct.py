@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dynbatch.plan.bounds import makespan_bound
+from megatron_dynbatch.plan.exhaustive import MOST_PLACED, PlacementSearch
 from megatron_dynbatch.plan.layout import ParallelLayout
 from megatron_dynbatch.plan.level_fill import Items, fill_rows, longest_first
 from megatron_dynbatch.plan.placement import deal_rows
@@ -67,6 +68,8 @@ def constructions(
         if layout.pp == 1:
             finalists = [min(finalists, key=_barrier_figure)]
     width = row_width(layout)
+    if items.sizes.size <= MOST_PLACED and layout.pp == 1 and width == dp:
+        return [_searched(finalists[0], layout.lockstep_ranks > 1)]
     if width < dp:
         finalists.append(_in_rows(items, bin_of, dp, num_bins, width))
         if items.sizes.size <= SEARCH_NUM_SAMPLES:
@@ -109,21 +112,40 @@ def _for_the_barrier(items: Items, best: Placement) -> list[Placement]:
     """Placements with rank sums as even as they get; `best` among them if that is no waste."""
     dp, num_rows = best.dp, best.num_rows
     is_small = items.sizes.size <= SEARCH_NUM_SAMPLES
+    bound = makespan_bound(items.costs, dp)
+    if not is_small and int(best.loads.max()) <= NEARLY_EVEN * bound:
+        even_ranks(best, MAX_PROPOSALS + dp, 2 * EVEN_ENOUGH)
+        if _is_even(best):
+            return [best]
     finalists: list[Placement] = []
     for slack in RANK_SLACKS:
         other = fill_rows(items, dp, num_rows, by_rank=True, slack=slack)
         finalists += [] if other is None else [Placement(items, other, dp, num_rows)]
         if finalists and not is_small:
             break
-    bound = makespan_bound(items.costs, dp)
-    if is_small or not finalists or int(best.loads.max()) <= NEARLY_EVEN * bound:
-        finalists.append(best)
+    finalists.append(best)
     for placement in finalists:
-        even_ranks(placement, MAX_PROPOSALS + dp)
+        even_ranks(placement, MAX_PROPOSALS + dp, EVEN_ENOUGH * (1 if is_small else 2))
         if is_small:
             even_enough = int(bound * (1 + 2 * EVEN_ENOUGH))
             even_rows(placement, MAX_PROPOSALS, max(even_enough, int(placement.loads.max())))
     return finalists
+
+
+def _searched(best: Placement, in_lockstep: bool) -> Placement:
+    """The best placement of a step of few samples, or the one given if it is that."""
+    items, dp, num_rows = best.items, best.dp, best.num_rows
+    figure = best.lockstep_cost if in_lockstep else int(best.loads.max())
+    if figure <= makespan_bound(items.costs, dp):
+        return best
+    bin_of = PlacementSearch(items, dp, num_rows, in_lockstep).run(figure)
+    if bin_of is None:
+        return best
+    placement = Placement(items, bin_of, dp, num_rows)
+    if in_lockstep:
+        return dealt(placement, dp)
+    placement.align()
+    return placement
 
 
 def _barrier_figure(placement: Placement) -> tuple[int, int]:

@@ -119,12 +119,13 @@ def _fill_one(left: _Lengths, tolerance: int) -> list[int]:
 
 def _closing(left: _Lengths, room: int, largest: int, tolerance: int) -> list[int]:
     """Up to three lengths that leave at most `tolerance` of `room`; else the largest alone."""
-    if room - largest <= tolerance:
+    smallest = left.sorted[0]
+    if room - largest <= tolerance or room < 2 * smallest:
         return [largest]
     pair = left.pair(room, tolerance)
     if pair:
         return pair
-    first = largest
+    first = largest if room >= 3 * smallest else 0
     for _ in range(TRIPLE_FIRSTS):
         if not first or first == room:
             break

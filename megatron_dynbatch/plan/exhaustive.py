@@ -1,13 +1,18 @@
-"""Bin packing by depth-first search, for steps of few samples."""
+"""Depth-first search, for steps of few samples: packings, and placements of the least time."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dynbatch.plan.level_fill import Items
+
 # Enough for the worst of many random steps of 16 samples; more samples may remain undecided.
 MOST_SAMPLES = 24
 MOST_NODES = 50_000
+# Steps whose best placement is searched for; up to ten samples seldom take a thousand nodes.
+MOST_PLACED = 16
+MOST_PLACEMENT_NODES = 5_000
 
 
 def search_packing(
@@ -61,3 +66,73 @@ def search_packing(
     if spare < 0 or not place(0, spare):
         return None
     return [members for members in bins if members]
+
+
+class PlacementSearch:
+    """The placement of the least time at a count: the most loaded rank, or rows in lock-step.
+
+    Samples go costliest first into every micro-batch with room; of micro-batches between which
+    nothing tells, one is tried. A branch ends where its figure reaches the best one known.
+    """
+
+    def __init__(self, items: Items, dp: int, num_rows: int, in_lockstep: bool) -> None:
+        self.items, self.dp, self.in_lockstep = items, dp, in_lockstep
+        self.sizes, self.costs = items.sizes.tolist(), items.costs.tolist()
+        none = [0] * len(self.sizes)
+        self.rows = none if items.logit_rows is None else items.logit_rows.tolist()
+        num_bins = dp * num_rows
+        self.tokens, self.loads, self.logits = ([0] * num_bins for _ in range(3))
+        self.bin_of = [0] * len(self.sizes)
+        self.num_empty = num_bins
+        self.nodes = 0
+        self.found: list[int] | None = None
+
+    def run(self, limit: int) -> NDArray[np.int64] | None:
+        """Micro-batch k·dp + r of each item [S] with the least figure below `limit`, if any.
+
+        In lock-step the numbers say what is together, not in which row.
+        """
+        self.limit = limit
+        self._place(len(self.sizes) - 1)
+        return None if self.found is None else np.array(self.found, dtype=np.int64)
+
+    def _figure(self) -> int:
+        if self.in_lockstep:
+            return sum(sorted(self.loads, reverse=True)[:: self.dp])
+        return max(sum(self.loads[rank :: self.dp]) for rank in range(self.dp))
+
+    def _place(self, item: int) -> None:
+        if item < 0:
+            self.limit, self.found = self._figure(), self.bin_of[:]
+            return
+        self.nodes += 1
+        size, cost, rows = self.sizes[item], self.costs[item], self.rows[item]
+        tried: set[tuple[object, ...]] = set()
+        for number, tokens in enumerate(self.tokens):
+            is_empty = not tokens
+            if self.nodes > MOST_PLACEMENT_NODES or self.num_empty - is_empty > item:
+                continue
+            fits = tokens + size <= self.items.capacity
+            fits = fits and self.logits[number] + rows <= self.items.logit_capacity
+            state = (self._rank_state(number), tokens, self.loads[number], self.logits[number])
+            if not (fits or is_empty) or state in tried:
+                continue
+            tried.add(state)
+            self._add(number, size, cost, rows, is_empty)
+            if self._figure() < self.limit:
+                self.bin_of[item] = number
+                self._place(item - 1)
+            self._add(number, -size, -cost, -rows, is_empty)
+
+    def _add(self, number: int, size: int, cost: int, rows: int, is_empty: bool) -> None:
+        self.tokens[number] += size
+        self.loads[number] += cost
+        self.logits[number] += rows
+        if is_empty:
+            self.num_empty -= 1 if size > 0 else -1
+
+    def _rank_state(self, number: int) -> tuple[object, ...]:
+        if self.in_lockstep:
+            return ()
+        mine = range(number % self.dp, len(self.tokens), self.dp)
+        return tuple(sorted((self.tokens[i], self.loads[i], self.logits[i]) for i in mine))

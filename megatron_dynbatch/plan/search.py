@@ -16,6 +16,8 @@ from megatron_dynbatch.plan.level_fill import Items
 MOST_CHOICES = 96
 # Ranks that the most loaded one may shift cost to.
 MOST_PARTNERS = 8
+# An exchange that leaves this share of the gap between two ranks, 1 / NEAR, is near enough.
+NEAR = 16
 NEVER = np.iinfo(np.int64).max
 # Rank sums this close to even are left alone.
 EVEN_ENOUGH = 4e-4
@@ -82,6 +84,12 @@ class Placement:
         self.bin_of = new[self.bin_of]
         for name in ("tokens", "costs", "logit_rows", "counts"):
             setattr(self, name, getattr(self, name)[old])
+
+    def align(self) -> None:
+        """Each rank runs its micro-batches from dearest to cheapest."""
+        numbers = np.arange(self.costs.size).reshape(self.num_rows, self.dp)
+        by_cost = np.argsort(-self.grid, axis=0, kind="stable")
+        self.renumber(np.take_along_axis(numbers, by_cost, axis=0))
 
     def regroup(self, dp: int) -> None:
         """See the same micro-batches, by the same numbers, as rows of another width."""
@@ -173,25 +181,24 @@ def even_groups(placement: Placement, width: int, max_proposals: int) -> None:
     placement.regroup(dp)
 
 
-def even_ranks(placement: Placement, max_proposals: int) -> None:
+def even_ranks(placement: Placement, max_proposals: int, even_enough: float = EVEN_ENOUGH) -> None:
     """Lower the most loaded rank: shift cost to one of the least loaded.
 
     Among the moves and swaps of samples, and swaps of micro-batches, that even the two ranks out
     the one is taken that does so best and raises the lock-step cost least. Afterwards each rank
-    runs its micro-batches from dearest to cheapest, so that rows stay alike.
+    runs its micro-batches from dearest to cheapest, so that rows stay alike. Rank sums within
+    `even_enough` of the mean are left alone.
     """
     for _ in range(max_proposals):
         loads = placement.loads
         by_load = np.argsort(loads, kind="stable")
         high = int(by_load[-1])
-        if loads[high] * placement.dp <= loads.sum() * (1 + EVEN_ENOUGH):
+        if loads[high] * placement.dp <= loads.sum() * (1 + even_enough):
             break
         lows = by_load[: min(MOST_PARTNERS, placement.dp - 1)].tolist()
         if not any(_shift(placement, high, low, int(loads[high] - loads[low])) for low in lows):
             break
-    numbers = np.arange(placement.costs.size).reshape(placement.num_rows, placement.dp)
-    by_cost = np.argsort(-placement.grid, axis=0, kind="stable")
-    placement.renumber(np.take_along_axis(numbers, by_cost, axis=0))
+    placement.align()
 
 
 class _Exchanges:
@@ -285,23 +292,22 @@ def _shift(placement: Placement, high: int, low: int, gap: int) -> bool:
     score = np.abs(2 * shift - gap) + raised
     score = np.where(exchanges.fits & (shift < gap), score, NEVER)
     place = int(score.argmin())
-    if placement.num_rows > MOST_CHOICES:
-        swap_score = np.full(1, NEVER)
-    else:
+    # Whole micro-batches are swapped where no exchange of samples comes near.
+    if score.flat[place] > gap // NEAR and placement.num_rows <= MOST_CHOICES:
         costs = placement.costs
         swap = costs[low_bins - low + high][:, None] - costs[low_bins]
         raised = np.maximum(0, costs[low_bins - low + high][:, None] - dearest)
         swap_score = np.where(
             (swap > 0) & (swap < gap), np.abs(2 * swap - gap) + raised, NEVER
         ).ravel()
-    swap_place = int(swap_score.argmin())
-    if swap_score[swap_place] < score.flat[place]:
-        giver, taker = divmod(swap_place, placement.num_rows)
-        numbers = np.arange(placement.costs.size)
-        pair = [giver * dp + high, taker * dp + low]
-        numbers[pair] = pair[::-1]
-        placement.renumber(numbers.reshape(placement.num_rows, dp))
-        return True
+        swap_place = int(swap_score.argmin())
+        if swap_score[swap_place] < score.flat[place]:
+            giver, taker = divmod(swap_place, placement.num_rows)
+            numbers = np.arange(placement.costs.size)
+            pair = [giver * dp + high, taker * dp + low]
+            numbers[pair] = pair[::-1]
+            placement.renumber(numbers.reshape(placement.num_rows, dp))
+            return True
     if score.flat[place] == NEVER:
         return False
     exchanges.make(place)

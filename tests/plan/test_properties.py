@@ -170,8 +170,30 @@ def test_balance_against_brute_force(lengths: list[int], dp: int) -> None:
     plan = make_plan(make_index(lengths), ParallelLayout(dp=dp), options)
     loads = [sum(lengths[i] for mb in rank for i in mb) for rank in plan.steps[0].micro_batches]
     assert makespan_bound(np.array(lengths), dp) <= optimum
-    # Local search over single exchanges is no exact method: 8 % off is the worst of thousands.
-    assert max(loads) <= optimum * 9 / 8
+    assert max(loads) == optimum
+
+
+# Every way to put seven samples into two micro-batches on each of two ranks, none of them empty.
+PLACES = np.array(list(itertools.product(range(4), repeat=7)))
+PLACES = PLACES[(np.sort(PLACES, axis=1)[:, :, None] == np.arange(4)).any(axis=1).all(axis=1)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(10, 60), min_size=7, max_size=7), st.booleans())
+def test_two_rows_against_brute_force(lengths: list[int], in_lockstep: bool) -> None:
+    cap = max(lengths) + min(lengths)
+    layout = ParallelLayout(dp=2, ep=2 if in_lockstep else 1)
+    plan = make_plan(make_index(lengths), layout, PlanOptions(max_tokens_per_gpu=cap, cost=TOKENS))
+    plan.check()
+    if plan.steps[0].num_microbatches != 2:
+        return
+    loads = np.stack([np.where(place == PLACES, lengths, 0).sum(axis=1) for place in range(4)])
+    loads = loads[:, (loads <= cap).all(axis=0)]
+    # Places 0 and 1 are the first rank's; rows pair places 0 with 2 and 1 with 3.
+    rows = np.maximum(loads[0], loads[2]) + np.maximum(loads[1], loads[3])
+    ranks = np.maximum(loads[0] + loads[1], loads[2] + loads[3])
+    (figures,) = summarize(plan)
+    assert figures.seconds == (rows if in_lockstep else ranks).min()
 
 
 @settings(max_examples=100, deadline=None)
