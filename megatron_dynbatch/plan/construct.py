@@ -15,7 +15,14 @@ from megatron_dynbatch.plan.exhaustive import MOST_PLACED, PlacementSearch
 from megatron_dynbatch.plan.layout import ParallelLayout
 from megatron_dynbatch.plan.level_fill import Items, fill_rows, longest_first
 from megatron_dynbatch.plan.placement import deal_rows
-from megatron_dynbatch.plan.search import EVEN_ENOUGH, Placement, even_groups, even_ranks, even_rows
+from megatron_dynbatch.plan.search import (
+    EVEN_ENOUGH,
+    SEARCH_NUM_SAMPLES,
+    Placement,
+    even_groups,
+    even_ranks,
+    even_rows,
+)
 
 # Slack of the levels, tried in turn until every sample finds room; the last is the cap alone.
 SLACKS = (1.003, 1.02, float("inf"))
@@ -24,8 +31,6 @@ TIGHT_FILL = 0.995
 # Slacks of further candidates, where planning is quick.
 MORE_SLACKS = (1.0005, 1.01)
 RANK_SLACKS = (1.0005, 1.005)
-# Steps of more samples get fewer candidates and no `even_rows`, which gain little there.
-SEARCH_NUM_SAMPLES = 512
 # A placement whose ranks are further from even is not worth evening out.
 NEARLY_EVEN = 1.05
 MAX_PROPOSALS = 200

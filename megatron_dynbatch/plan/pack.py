@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from megatron_dynbatch.plan.bounds import martello_toth_bound
 from megatron_dynbatch.plan.construct import (
-    SEARCH_NUM_SAMPLES,
     constructions,
     dealt,
     first_fill,
@@ -28,7 +27,7 @@ from megatron_dynbatch.plan.layout import ParallelLayout
 from megatron_dynbatch.plan.level_fill import Items
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.order import fastest
-from megatron_dynbatch.plan.search import Placement
+from megatron_dynbatch.plan.search import SEARCH_NUM_SAMPLES, Placement
 from megatron_dynbatch.plan.simple import expand_bins_by_splitting
 
 # Share of all room up to which a large step whose tight packing is known is worth filling to

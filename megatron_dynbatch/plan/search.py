@@ -19,6 +19,8 @@ MOST_PARTNERS = 8
 # An exchange that leaves this share of the gap between two ranks, 1 / NEAR, is near enough.
 NEAR = 16
 NEVER = np.iinfo(np.int64).max
+# Steps of more samples get fewer candidates and less search, which gain little there.
+SEARCH_NUM_SAMPLES = 512
 # Rank sums this close to even are left alone.
 EVEN_ENOUGH = 4e-4
 
@@ -196,7 +198,12 @@ def even_ranks(placement: Placement, max_proposals: int, even_enough: float = EV
         if loads[high] * placement.dp <= loads.sum() * (1 + even_enough):
             break
         lows = by_load[: min(MOST_PARTNERS, placement.dp - 1)].tolist()
-        if not any(_shift(placement, high, low, int(loads[high] - loads[low])) for low in lows):
+        gaps = [(low, int(loads[high] - loads[low])) for low in lows]
+        if any(_shift(placement, high, low, gap) for low, gap in gaps):
+            continue
+        # Where room is short, one long sample against two shorter ones still shifts cost.
+        is_small = placement.bin_of.size <= SEARCH_NUM_SAMPLES
+        if not (is_small and any(_shift(placement, high, low, gap, True) for low, gap in gaps)):
             break
     placement.align()
 
@@ -204,8 +211,9 @@ def even_ranks(placement: Placement, max_proposals: int, even_enough: float = EV
 class _Exchanges:
     """All moves and swaps of samples out of some micro-batches into others, as a matrix.
 
-    Row i is sample givers[i]; column j swaps it against sample takers[j], or, for the last
-    columns, moves it into one of `targets`. `bins` is the micro-batch that each column changes.
+    Row i is sample givers[i]; column j swaps it against sample takers[j] (and seconds[j], of the
+    same micro-batch, if given), or, for the last columns, moves it into one of `targets`. `bins`
+    is the micro-batch that each column changes.
     """
 
     def __init__(
@@ -214,8 +222,10 @@ class _Exchanges:
         givers: NDArray[np.int64],
         takers: NDArray[np.int64],
         targets: NDArray[np.int64],
+        seconds: NDArray[np.int64] | None = None,
     ) -> None:
         self.placement, self.givers, self.takers = placement, givers, takers
+        self.seconds = seconds
         self.sources = placement.bin_of[givers]
         self.bins = np.concatenate([placement.bin_of[takers], targets])
         items = placement.items
@@ -223,6 +233,8 @@ class _Exchanges:
         sizes = self._differences(items.sizes)
         fits = (self.shift > 0) & (placement.tokens[self.bins] + sizes <= items.capacity)
         fits &= self.sources[:, None] != self.bins
+        if seconds is not None:
+            fits &= placement.tokens[self.sources][:, None] - sizes <= items.capacity
         fits[:, takers.size :] &= (placement.counts[self.sources] > 1)[:, None]
         if items.logit_rows is not None:
             rows = self._differences(items.logit_rows)
@@ -234,6 +246,8 @@ class _Exchanges:
         """What each source loses and each target gains."""
         taken = np.zeros(self.bins.size, dtype=np.int64)
         taken[: self.takers.size] = values[self.takers]
+        if self.seconds is not None:
+            taken[: self.takers.size] += values[self.seconds]
         return values[self.givers][:, None] - taken
 
     def make(self, place: int) -> None:
@@ -242,6 +256,8 @@ class _Exchanges:
         self.placement.move(int(self.givers[giver]), int(self.bins[taker]))
         if taker < self.takers.size:
             self.placement.move(int(self.takers[taker]), int(self.sources[giver]))
+            if self.seconds is not None:
+                self.placement.move(int(self.seconds[taker]), int(self.sources[giver]))
 
 
 def _relieve(
@@ -275,17 +291,25 @@ def _relieve(
     return True
 
 
-def _shift(placement: Placement, high: int, low: int, gap: int) -> bool:
-    """The best exchange from rank `high` to rank `low`, whose loads differ by `gap`."""
+def _shift(placement: Placement, high: int, low: int, gap: int, pairs: bool = False) -> bool:
+    """The best exchange from rank `high` to rank `low`, whose loads differ by `gap`.
+
+    With `pairs` a sample is swapped against two of one micro-batch, and nothing else is tried.
+    """
     dp = placement.dp
     rank_of = placement.rank_of
     low_bins = np.arange(placement.num_rows) * dp + low
-    exchanges = _Exchanges(
-        placement,
-        _thin(np.flatnonzero(rank_of == high)),
-        _thin(np.flatnonzero(rank_of == low)),
-        low_bins,
-    )
+    givers = _thin(np.flatnonzero(rank_of == high))
+    takers = _thin(np.flatnonzero(rank_of == low))
+    if pairs:
+        firsts, seconds = np.triu_indices(takers.size, 1)
+        together = placement.bin_of[takers[firsts]] == placement.bin_of[takers[seconds]]
+        firsts, seconds = takers[firsts[together]], takers[seconds[together]]
+        exchanges = _Exchanges(placement, givers, firsts, low_bins[:0], seconds)
+    else:
+        exchanges = _Exchanges(placement, givers, takers, low_bins)
+    if not exchanges.fits.size:
+        return False
     dearest = placement.grid.max(axis=1)
     bins, shift = exchanges.bins, exchanges.shift
     raised = np.maximum(0, placement.costs[bins] + shift - dearest[bins // dp])
@@ -293,7 +317,8 @@ def _shift(placement: Placement, high: int, low: int, gap: int) -> bool:
     score = np.where(exchanges.fits & (shift < gap), score, NEVER)
     place = int(score.argmin())
     # Whole micro-batches are swapped where no exchange of samples comes near.
-    if score.flat[place] > gap // NEAR and placement.num_rows <= MOST_CHOICES:
+    swaps_bins = not pairs and placement.num_rows <= MOST_CHOICES
+    if swaps_bins and score.flat[place] > gap // NEAR:
         costs = placement.costs
         swap = costs[low_bins - low + high][:, None] - costs[low_bins]
         raised = np.maximum(0, costs[low_bins - low + high][:, None] - dearest)
