@@ -34,16 +34,21 @@ def martello_toth_bound(lengths: NDArray[np.int64], capacity: int) -> int:
     return oversize + int((num_huge + num_large + extra).max())
 
 
-def makespan_bound(costs: NDArray[np.int64], dp: int) -> int:
+def makespan_bound(costs: NDArray[np.int64], dp: int, least: int = 1) -> int:
     """No placement has a less loaded busiest rank: max(⌈Σ/dp⌉, p_1, p_dp + p_(dp+1)).
+
+    Where each rank holds at least `least` samples, the one with p_1 holds the least − 1 cheapest
+    ones besides, if no others.
 
     Args:
         costs: Integer cost of each sample [S].
         dp: Number of ranks; p is the list of costs, largest first.
+        least: Samples of a rank at least: M where no micro-batch is empty.
     """
     if not costs.size:
         return 0
-    bound = max(-(-int(costs.sum()) // dp), int(costs.max()))
+    cheapest = np.partition(costs, least - 2)[: least - 1] if least > 1 else costs[:0]
+    bound = max(-(-int(costs.sum()) // dp), int(costs.max()) + int(cheapest.sum()))
     if costs.size > dp:
         largest = np.sort(np.partition(costs, costs.size - dp - 1)[costs.size - dp - 1 :])
         bound = max(bound, int(largest[0] + largest[1]))

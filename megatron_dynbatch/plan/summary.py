@@ -27,7 +27,7 @@ class StepSummary:
         num_microbatches: M, per DP rank.
         fewest_microbatches: The smallest M that the lower bound and the schedule allow.
         fill: Laid-out tokens over the room of all micro-batches; 0 on the static path.
-        balance: Most loaded rank over the makespan bound max(Σ/dp, p_1, p_dp + p_(dp+1)).
+        balance: Most loaded rank over `bounds.makespan_bound`.
         lockstep: Σ_k of the dearest k-th micro-batch, over Σ cost / dp.
         num_dummies: Dummy micro-batches.
         num_oversize: Samples longer than a micro-batch may be.
@@ -82,6 +82,7 @@ def _summarize_step(plan: Plan, number: int, step: StepPlan) -> StepSummary:
     total = int(integers.sum())
     time = predict(micro_batch_costs(plan, step), layout)
     capacity = plan.options.capacity(layout)
+    least = 1 if step.num_dummies else step.num_microbatches
     room = 0 if capacity is None else capacity * layout.dp * step.num_microbatches
     return StepSummary(
         step=number,
@@ -91,7 +92,7 @@ def _summarize_step(plan: Plan, number: int, step: StepPlan) -> StepSummary:
         num_microbatches=step.num_microbatches,
         fewest_microbatches=fewest_microbatches(plan, rows),
         fill=int(lengths[rows].sum()) / room if room else 0.0,
-        balance=int(grid.sum(axis=1).max()) / makespan_bound(integers[rows], layout.dp),
+        balance=int(grid.sum(axis=1).max()) / makespan_bound(integers[rows], layout.dp, least),
         lockstep=int(grid.max(axis=0).sum()) * layout.dp / total,
         num_dummies=step.num_dummies,
         num_oversize=int(np.isin(rows, plan.oversize).sum()),

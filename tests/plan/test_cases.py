@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from megatron_dynbatch.plan import ParallelLayout, PlanError, PlanOptions, make_plan
+from megatron_dynbatch.plan.bounds import makespan_bound
 from tests.plan.helpers import flat, make_index, packed_lengths, plan_lengths
 
 
@@ -182,3 +184,9 @@ def test_fixed_width_wants_a_width_that_the_layout_can_shard() -> None:
     with pytest.raises(PlanError, match="smaller than one laid-out row"):
         plan_lengths([3], 4, layout)
     assert plan_lengths([3], 20, layout).options.capacity(layout) == 32
+
+
+def test_the_rank_of_the_longest_sample_has_no_empty_micro_batch() -> None:
+    # Σ / 2 = 31 and the longest is 50, which must share its rank with two others.
+    assert makespan_bound(np.array([4, 3, 3, 1, 50, 1]), 2) == 50
+    assert makespan_bound(np.array([4, 3, 3, 1, 50, 1]), 2, least=3) == 52
