@@ -54,14 +54,14 @@ def vocab_parallel_logprob_entropy(
     """
     rows = logits.reshape(-1, logits.shape[-1])
     keep = None if mask is None else mask.reshape(-1) != 0
-    part = _Part.of(logits, targets, mask, temperature, tp_group, vocab_size)
-    _check_targets(targets.reshape(-1), keep, part)
+    part = VocabularyPart.of(logits.shape, targets, mask, temperature, tp_group, vocab_size)
+    check_targets(targets.reshape(-1), keep, part)
     may_write = inplace_backward and not logits.is_leaf
     logp, ent = _LogProbEntropy.apply(rows, targets.reshape(-1), keep, part, entropy, may_write)
     return logp, None if entropy == "none" else ent
 
 
-class _Part:
+class VocabularyPart:
     """This rank's part of the vocabulary: where it starts, which of its columns count."""
 
     def __init__(
@@ -83,31 +83,32 @@ class _Part:
     @classmethod
     def of(
         cls,
-        logits: Tensor,
+        shape: torch.Size,
         targets: Tensor,
         mask: Tensor | None,
         temperature: float,
         group: dist.ProcessGroup | None,
         vocab_size: int | None,
-    ) -> "_Part":
-        """Of checked arguments of `vocab_parallel_logprob_entropy`."""
-        if logits.dim() not in (2, 3) or (logits.dim() == 3 and 1 not in logits.shape[:2]):
+    ) -> "VocabularyPart":
+        """Of arguments of `vocab_parallel_logprob_entropy`, checked; `shape` is the logits'."""
+        if len(shape) not in (2, 3) or (len(shape) == 3 and 1 not in shape[:2]):
             raise ValueError(
-                f"logits have shape {list(logits.shape)}, expected [T, V], [T, 1, V] or [1, T, V]"
+                f"logits have shape {list(shape)}, expected [T, V], [T, 1, V] or [1, T, V]"
             )
-        num_rows = logits.shape[:-1].numel()
+        num_rows = shape[:-1].numel()
         for name, tensor in (("targets", targets), ("mask", mask)):
             if tensor is not None and tensor.numel() != num_rows:
                 raise ValueError(
                     f"{name} of shape {list(tensor.shape)} do not match logits of shape "
-                    f"{list(logits.shape)}: one per row"
+                    f"{list(shape)}: one per row"
                 )
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
-        return cls(logits.shape[-1], 1.0 / temperature, group, vocab_size)
+        return cls(shape[-1], 1.0 / temperature, group, vocab_size)
 
 
-def _check_targets(targets: Tensor, keep: Tensor | None, part: _Part) -> None:
+def check_targets(targets: Tensor, keep: Tensor | None, part: VocabularyPart) -> None:
+    """Raises ValueError for a kept row whose target does not exist; on the CPU alone."""
     if targets.device.type != "cpu" or torch.compiler.is_compiling():
         return
     bad = (targets < 0) | (targets >= part.vocab_size)
@@ -127,7 +128,7 @@ class _LogProbEntropy(torch.autograd.Function):
         logits: Tensor,
         targets: Tensor,
         keep: Tensor | None,
-        part: _Part,
+        part: VocabularyPart,
         entropy: EntropyMode,
         may_write: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -135,7 +136,7 @@ class _LogProbEntropy(torch.autograd.Function):
         local = OPS.logprob_statistics(
             logits, target, keep, part.columns, part.scale, entropy != "none"
         )
-        logp, ent, saved = OPS.logprob_combine(_all_parts(local, part), keep, part.scale)
+        logp, ent, saved = OPS.logprob_combine(all_parts(local, part), keep, part.scale)
         ctx.save_for_backward(logits, target, keep, saved)
         ctx.columns, ctx.scale, ctx.may_write = part.columns, part.scale, may_write
         ctx.set_materialize_grads(False)
@@ -155,7 +156,7 @@ class _LogProbEntropy(torch.autograd.Function):
         return logits.detach(), *[None] * 5
 
 
-def _all_parts(local: Tensor, part: _Part) -> Tensor:
+def all_parts(local: Tensor, part: VocabularyPart) -> Tensor:
     """Statistics of all parts of the vocabulary, [tp, T, 4]: the one collective."""
     if part.size == 1 or local.shape[0] == 0:
         return local[None]

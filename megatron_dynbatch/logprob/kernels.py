@@ -18,6 +18,12 @@ def supports(first: Tensor) -> bool:
     )
 
 
+def empty_beside(logits: Tensor) -> Tensor:
+    """Memory for a gradient, as far from an address of 16 bytes as the logits: read in vectors."""
+    start = 0 if not logits.is_contiguous() else logits.storage_offset() % 16
+    return logits.new_empty(logits.numel() + start)[start:].view(logits.shape)
+
+
 def statistics(
     logits: Tensor, targets: Tensor, keep: Tensor | None, columns: int, scale: float, mean: bool
 ) -> Tensor:

@@ -28,7 +28,7 @@ for _schema in SCHEMAS:
 
 def _backward_of(write: Callable[..., None], in_place: bool) -> Callable[..., Tensor | None]:
     def run(logits: Tensor, *rest: Any) -> Tensor | None:
-        grad = logits if in_place else torch.empty_like(logits)
+        grad = logits if in_place else kernels.empty_beside(logits)
         write(logits, *rest, grad)
         return None if in_place else grad
 

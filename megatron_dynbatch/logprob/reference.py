@@ -46,19 +46,26 @@ def statistics(
         result[:, 0], result[:, 3] = torch.finfo(result.dtype).min, -torch.inf
         return result
     for rows in row_chunks(logits, keep):
-        x, owned = _values(logits, rows, columns)
-        # Finite where a part is forbidden (−inf) as a whole.
-        largest = x.amax(1).clamp_(min=torch.finfo(x.dtype).min)
-        index, here = _local_target(targets[rows], columns)
-        at_target = torch.where(here, x.gather(1, index[:, None])[:, 0], -torch.inf)
-        y = torch.sub(x, largest[:, None], out=x if owned else None)
-        if scale != 1.0:
-            y.mul_(scale)
-        weight = y.exp() if mean else y.exp_()
-        total = weight.sum(1)
-        product = y.clamp_(min=_FLOOR).mul_(weight).sum(1) if mean else torch.zeros_like(total)
-        result[rows] = torch.stack([largest, total, product, at_target], 1)
+        result[rows] = _chunk_statistics(logits, rows, targets, columns, scale, mean)
     return result
+
+
+def _chunk_statistics(
+    logits: Tensor, rows: Rows, targets: Tensor, columns: int, scale: float, mean: bool
+) -> Tensor:
+    # A function of its own: what a chunk needs is free again before the next one begins.
+    x, owned = _values(logits, rows, columns)
+    # Finite where a part is forbidden (−inf) as a whole.
+    largest = x.amax(1).clamp_(min=torch.finfo(x.dtype).min)
+    index, here = _local_target(targets[rows], columns)
+    at_target = torch.where(here, x.gather(1, index[:, None])[:, 0], -torch.inf)
+    y = torch.sub(x, largest[:, None], out=x if owned else None)
+    if scale != 1.0:
+        y.mul_(scale)
+    weight = y.exp() if mean else y.exp_()
+    total = weight.sum(1)
+    product = y.clamp_(min=_FLOOR).mul_(weight).sum(1) if mean else torch.zeros_like(total)
+    return torch.stack([largest, total, product, at_target], 1)
 
 
 def combine(parts: Tensor, keep: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,28 +120,44 @@ def backward(
     if keep is not None and keep.device.type == "cpu":
         for rows in row_chunks(logits, ~keep):
             grad[rows, :columns] = 0
-    for rows in row_chunks(logits, keep) if columns else ():
-        x, owned = _values(logits, rows, columns)
-        largest, total, entropy = saved[rows].unbind(1)
-        slope = torch.zeros_like(total) if grad_logp is None else grad_logp[rows].to(total.dtype)
-        y = torch.sub(x, largest[:, None], out=x if owned else grad[rows, :columns])
-        if scale != 1.0:
-            y.mul_(scale)
-        factor = -scale / total
-        if grad_entropy is None:
-            y.exp_().mul_((factor * slope)[:, None])
-        else:
-            of_entropy = grad_entropy[rows].to(total.dtype)
-            constant = factor * (slope + of_entropy * (entropy - total.log()))
-            weight = y.exp()
-            y.clamp_(min=_FLOOR).mul_((factor * of_entropy)[:, None]).add_(constant[:, None])
-            y.mul_(weight)
-        index, here = _local_target(targets[rows], columns)
-        y.scatter_add_(1, index[:, None], torch.where(here, slope * scale, 0.0)[:, None])
-        if keep is not None and keep.device.type != "cpu":
-            y.masked_fill_(~keep[rows, None], 0.0)
-        if owned:
-            _write(grad, rows, columns, y)
+    if columns:
+        slopes = grad_logp, grad_entropy
+        for rows in row_chunks(logits, keep):
+            _chunk_gradient(logits, rows, targets, keep, saved, slopes, columns, scale, grad)
+
+
+def _chunk_gradient(
+    logits: Tensor,
+    rows: Rows,
+    targets: Tensor,
+    keep: Tensor | None,
+    saved: Tensor,
+    slopes: tuple[Tensor | None, Tensor | None],
+    columns: int,
+    scale: float,
+    grad: Tensor,
+) -> None:
+    x, owned = _values(logits, rows, columns)
+    largest, total, entropy = saved[rows].unbind(1)
+    of_logp = torch.zeros_like(total) if slopes[0] is None else slopes[0][rows].to(total.dtype)
+    y = torch.sub(x, largest[:, None], out=x if owned else grad[rows, :columns])
+    if scale != 1.0:
+        y.mul_(scale)
+    factor = -scale / total
+    if slopes[1] is None:
+        y.exp_().mul_((factor * of_logp)[:, None])
+    else:
+        of_entropy = slopes[1][rows].to(total.dtype)
+        constant = factor * (of_logp + of_entropy * (entropy - total.log()))
+        weight = y.exp()
+        y.clamp_(min=_FLOOR).mul_((factor * of_entropy)[:, None]).add_(constant[:, None])
+        y.mul_(weight)
+    index, here = _local_target(targets[rows], columns)
+    y.scatter_add_(1, index[:, None], torch.where(here, of_logp * scale, 0.0)[:, None])
+    if keep is not None and keep.device.type != "cpu":
+        y.masked_fill_(~keep[rows, None], 0.0)
+    if owned:
+        grad[rows, :columns] = y if isinstance(rows, slice) else y.to(grad.dtype)
 
 
 def compute_dtype(logits: Tensor) -> torch.dtype:
@@ -171,10 +194,6 @@ def _values(logits: Tensor, rows: Rows, columns: int) -> tuple[Tensor, bool]:
     part = logits[rows, :columns]
     values = part.to(compute_dtype(logits))
     return values, values is not part or not isinstance(rows, slice)
-
-
-def _write(grad: Tensor, rows: Rows, columns: int, values: Tensor) -> None:
-    grad[rows, :columns] = values if isinstance(rows, slice) else values.to(grad.dtype)
 
 
 def _local_target(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from megatron_dynbatch.losses.algorithms import (
     reinforce,
 )
 from megatron_dynbatch.losses.kl import kl_to_reference
+from megatron_dynbatch.losses.model_output import ChunkedHead, model_output
 from megatron_dynbatch.losses.on_policy import old_log_probs_source
 from megatron_dynbatch.losses.policy import PolicyOptions, policy
 from megatron_dynbatch.losses.scaling import megatron_loss
@@ -21,6 +22,7 @@ from megatron_dynbatch.losses.value import value
 from megatron_dynbatch.losses.whitening import whiten_over_ranks
 
 __all__ = [
+    "ChunkedHead",
     "PolicyOptions",
     "cispo",
     "dapo",
@@ -30,6 +32,7 @@ __all__ = [
     "gspo",
     "kl_to_reference",
     "megatron_loss",
+    "model_output",
     "old_log_probs_source",
     "policy",
     "ppo",

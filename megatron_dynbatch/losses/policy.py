@@ -57,6 +57,9 @@ class PolicyOptions:
         off_policy_threshold: δ of `off_policy_mask`, in nats per token; None: no such mask.
         temperature: Temperature the responses were sampled at. Needs logits unless it is 1.
         ratio_extremes: Report the smallest and the largest ratio of a token too.
+        vocab_size: Token ids there are, where the model's vocabulary is padded: the sampler knows
+            no padding. None: all columns of the logits count. Needs logits.
+        inplace_backward: Whether the gradient may take the memory of the logits.
 
     Raises:
         ValueError: An option out of range, or two that contradict each other.
@@ -75,6 +78,8 @@ class PolicyOptions:
     off_policy_threshold: float | None = None
     temperature: float = 1.0
     ratio_extremes: bool = False
+    vocab_size: int | None = None
+    inplace_backward: bool = False
 
     def __post_init__(self) -> None:
         for name, choice, choices in (
@@ -158,6 +163,8 @@ def policy(
         output,
         microbatch,
         temperature=chosen.temperature,
+        vocab_size=chosen.vocab_size,
+        inplace_backward=chosen.inplace_backward,
         entropy=chosen.entropy_mode,
         tp_group=tp_group,
     )

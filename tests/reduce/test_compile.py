@@ -52,9 +52,9 @@ def test_streams_move_128_bits_at_a_time(cubin):
     functions = re.split(r"\.text\.(\w+):", from_toolkit("nvdisasm", cubin))
     code = dict(zip(functions[1::2], functions[2::2], strict=True))
     for name, text in code.items():
-        if name.startswith("segment_sums"):
+        if name.startswith(("segment_sums", "logprob_statistics", "logprob_backward")):
             assert "LDG.E.128" in text, name
-        if re.match("segment_sums_backward_float|token_weights", name):
+        if re.match("segment_sums_backward_float|token_weights|logprob_backward", name):
             assert "STG.E.128" in text, name
 
 

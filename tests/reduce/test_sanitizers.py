@@ -10,8 +10,9 @@ from megatron_dynbatch.reduce import PolicyFormula, kernels, ops
 from tests.reduce.emulator import emulator as emulation
 from tests.reduce.test_kernels_on_host import ORDERS, assert_equal, random_batch, run_everything
 from tests.reduce.test_policy_loss import TABLE, inputs
+from tests.reduce.test_vocabulary_kernels import check, random_rows
 
-SMALL = r"float32(_8)?,|token_weights|policy_loss"
+SMALL = r"sums\w*_float32(_8)?,|token_weights|policy_loss"
 BARRIER = ("common.cuh", "    __syncthreads();\n    Sum result;", "    Sum result;")
 ARRIVAL = (
     "segments.cuh",
@@ -19,6 +20,7 @@ ARRIVAL = (
     "    if (threadIdx.x == 0) {\n        is_last",
 )
 OVERRUN = ("common.cuh", "if (i < count) several", "if (i <= count) several")
+PAST_THE_ROW = ("vocabulary.cuh", "(columns - head) / kVector;", "(columns - head) / kVector + 1;")
 
 
 @pytest.fixture
@@ -47,6 +49,24 @@ def test_clean_under_sanitizers(build, sanitizer):
     got, right = kernels.policy_loss(*arguments), ops._TORCH["policy_loss"](*arguments)
     for a, b in zip(got, right, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sanitizer", "fault", "report"),
+    [
+        ("thread", None, None),
+        ("address", None, None),
+        ("address", PAST_THE_ROW, "heap-buffer-overflow"),
+    ],
+)
+def test_vocabulary_kernels(build, sanitizer, fault, report):
+    build(sanitizer, "logprob_.*(float32|combine)", fault)
+    logits, targets = random_rows(2, 137, torch.float32)
+    if report is None:
+        check(logits, targets, columns=134)
+        return
+    with pytest.raises(emulation.SanitizerError, match=report):
+        check(logits, targets)
 
 
 def test_a_missing_barrier_is_found_by_an_order_that_starves_a_warp(build):

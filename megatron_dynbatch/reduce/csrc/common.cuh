@@ -6,6 +6,8 @@
 
 #ifndef DYNBATCH_HOST
 #define SHARED_ARRAY(type, name, count) __shared__ type name[count]
+// A pointer to GPU memory whose accesses the host emulator counts.
+#define GLOBAL(type) type*
 #endif
 
 #ifndef DYNBATCH_BLOCK
@@ -35,6 +37,23 @@ __device__ inline To bit_cast(From from) {
     both.from = from;
     return both.to;
 }
+
+#ifndef DYNBATCH_HOST
+__device__ inline unsigned long long address_of(const void* pointer) {
+    return reinterpret_cast<unsigned long long>(pointer);
+}
+
+// One access of 16 bytes; the address is a multiple of 16.
+template <typename X>
+__device__ inline uint4 load_16_bytes(const X* from) {
+    return *reinterpret_cast<const uint4*>(from);
+}
+
+template <typename X>
+__device__ inline void store_16_bytes(X* to, const uint4& words) {
+    *reinterpret_cast<uint4*>(to) = words;
+}
+#endif
 
 __device__ inline double to_double(double x) { return x; }
 __device__ inline double to_double(float x) { return x; }

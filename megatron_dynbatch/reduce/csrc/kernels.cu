@@ -2,6 +2,7 @@
 #include "common.cuh"
 #include "policy_loss.cuh"
 #include "segments.cuh"
+#include "vocabulary.cuh"
 
 using namespace dynbatch;
 
@@ -49,6 +50,32 @@ using namespace dynbatch;
         reduce<Float64Sum, kPolicyTerms>(terms, pieces, results, kPolicyTerms);                   \
     }
 
+#define LOGPROB_STATISTICS(NAME, X)                                                               \
+    extern "C" __global__ void __launch_bounds__(kBlock)                                          \
+        NAME(GLOBAL(const X) logits, GLOBAL(const long long) targets,                             \
+             GLOBAL(const unsigned char) keep, int width, int columns, double scale,              \
+             GLOBAL(float) result) {                                                              \
+        logprob_statistics<X>(logits, targets, keep, width, columns, float(scale), result);       \
+    }
+
+#define LOGPROB_COMBINE(NAME, _)                                                                  \
+    extern "C" __global__ void __launch_bounds__(kBlock)                                          \
+        NAME(GLOBAL(const float) parts, GLOBAL(const unsigned char) keep, int num_parts,          \
+             int num_rows, double scale, GLOBAL(float) logp, GLOBAL(float) entropy,               \
+             GLOBAL(float) saved) {                                                               \
+        combine_parts(parts, keep, num_parts, num_rows, scale, logp, entropy, saved);             \
+    }
+
+#define LOGPROB_BACKWARD(NAME, X)                                                                 \
+    extern "C" __global__ void __launch_bounds__(kBlock)                                          \
+        NAME(GLOBAL(const X) logits, GLOBAL(const long long) targets,                             \
+             GLOBAL(const unsigned char) keep, GLOBAL(const float) saved,                         \
+             GLOBAL(const float) grad_logp, GLOBAL(const float) grad_entropy, int width,          \
+             int columns, double scale, GLOBAL(X) grad) {                                         \
+        logprob_backward<X>(logits, targets, keep, saved, grad_logp, grad_entropy, width, columns, \
+                            float(scale), grad);                                                  \
+    }
+
 SEGMENT_SUMS(segment_sums_float32_1, float, Float64Sum, 1)
 SEGMENT_SUMS(segment_sums_float32_8, float, Float64Sum, 8)
 SEGMENT_SUMS(segment_sums_bfloat16_1, bfloat16, Float64Sum, 1)
@@ -64,3 +91,8 @@ SPREAD(segment_sums_backward_float64, double)
 WEIGH(token_weights_float32, float)
 WEIGH(token_weights_uint8, unsigned char)
 POLICY_LOSS(policy_loss, float)
+LOGPROB_STATISTICS(logprob_statistics_float32, float)
+LOGPROB_STATISTICS(logprob_statistics_bfloat16, bfloat16)
+LOGPROB_COMBINE(logprob_combine, float)
+LOGPROB_BACKWARD(logprob_backward_float32, float)
+LOGPROB_BACKWARD(logprob_backward_bfloat16, bfloat16)

@@ -95,6 +95,16 @@ class Emulator:
         assert status != UNKNOWN_KERNEL, f"no kernel named {name}"
         assert status != DEADLOCK, f"{name}: some threads wait at a barrier that others never reach"
 
+    def take_traffic(self) -> tuple[int, int, int]:
+        """Bytes read, bytes written and misaligned accesses since the last call.
+
+        Counted at pointers that the source declares with GLOBAL, by fibres alone.
+        """
+        assert self.library is not None
+        counts = (ctypes.c_longlong * 3)()
+        self.library.take_traffic(counts)
+        return counts[0], counts[1], counts[2]
+
     def _run_program(self, name: str, grid: tuple[int, int], arguments: Sequence) -> None:
         request = struct.pack("q", len(name)) + name.encode()
         request += struct.pack("qqq", *grid, len(arguments))

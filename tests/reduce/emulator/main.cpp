@@ -41,6 +41,13 @@ extern "C" int emulate(const char* kernel_name, unsigned grid_x, unsigned grid_y
     return 2;
 }
 
+// Bytes read, bytes written, misaligned accesses since the last call.
+extern "C" void take_traffic(long long counts[3]) {
+    counts[0] = emulated_traffic.read.exchange(0);
+    counts[1] = emulated_traffic.written.exchange(0);
+    counts[2] = emulated_traffic.misaligned.exchange(0);
+}
+
 #ifdef EMULATE_AS_PROGRAM
 // Request: name, grid, then each argument as a tag and its bytes: 'v' a value, 'b' a buffer.
 int main(int, char** paths) {
