@@ -35,13 +35,13 @@ def _backward_of(write: Callable[..., None], in_place: bool) -> Callable[..., Te
     return run
 
 
-_TORCH: dict[str, Callable[..., Any]] = {
+TORCH: dict[str, Callable[..., Any]] = {
     "logprob_statistics": reference.statistics,
     "logprob_combine": reference.combine,
     "logprob_backward": _backward_of(reference.backward, in_place=False),
     "logprob_backward_": _backward_of(reference.backward, in_place=True),
 }
-_CUDA: dict[str, Callable[..., Any]] = {
+CUDA: dict[str, Callable[..., Any]] = {
     "logprob_statistics": kernels.statistics,
     "logprob_combine": kernels.combine,
     "logprob_backward": _backward_of(kernels.backward, in_place=False),
@@ -51,7 +51,7 @@ _CUDA: dict[str, Callable[..., Any]] = {
 
 def _on_cuda(name: str) -> Callable[..., Any]:
     """The kernel of an operator, or its torch implementation where kernels cannot run."""
-    kernel, plain = _CUDA[name], _TORCH[name]
+    kernel, plain = CUDA[name], TORCH[name]
 
     def run(first: Tensor, *rest: Any) -> Any:
         return (kernel if kernels.supports(first) else plain)(first, *rest)
@@ -59,7 +59,7 @@ def _on_cuda(name: str) -> Callable[..., Any]:
     return run
 
 
-for _name, _function in _TORCH.items():
+for _name, _function in TORCH.items():
     LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     LIBRARY.impl(_name, _on_cuda(_name), "CUDA")
 

@@ -83,8 +83,8 @@ def model_output(
 def _wrappers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The model and what it wraps, outermost first (DistributedDataParallel, Float16Module, …)."""
     chain = [model]
-    while isinstance(getattr(chain[-1], "module", None), torch.nn.Module):
-        chain.append(chain[-1].module)
+    while isinstance(inner := getattr(chain[-1], "module", None), torch.nn.Module):
+        chain.append(inner)
     return chain
 
 
