@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import gpu_pretrain
+from benchmarks import gpu_pretrain, logprob_gpu
 from benchmarks import reduce_gpu_checks as checks
 from megatron_dynbatch.reduce import kernels
 
@@ -34,6 +34,11 @@ def run_checks(device: torch.device, small: bool) -> list[str]:
     for title, check in (
         ("batches of reductions", lambda: checks.check_reductions(device, small)),
         ("policy formulas: sums and gradients", lambda: checks.check_policy(device, small)),
+        ("shapes of log-probs and entropy", lambda: logprob_gpu.check(device, small)),
+        (
+            "log-probs in a captured graph and without sync",
+            lambda: logprob_gpu.check_graph_and_sync(device) if cuda else 0,
+        ),
         ("runs with the same bits", lambda: checks.check_bits(device, 5 if small else 100)),
         ("replays of a captured graph", lambda: checks.check_graph(device) if cuda else 0),
         ("paths without a host-device sync", lambda: checks.check_no_sync(device) if cuda else 0),
@@ -107,7 +112,9 @@ def main() -> None:
     report += ["", f"Device-to-device copy in this run: {rate:.0f} GB/s.", ""]
     report += ["Reductions, forward and backward:", "", *table.reductions(device), ""]
     report += ["Policy loss, forward and backward:", "", *table.policy(device), ""]
-    report += ["From logits, forward and backward:", "", *table.from_logits(device)]
+    report += ["From logits, forward and backward:", "", *table.from_logits(device), ""]
+    report += ["Log-prob and entropy from logits, forward and backward:", ""]
+    report += logprob_gpu.table(device, rate)
     print("\n".join(report[-40:]))
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{torch.cuda.get_device_name(device).replace(' ', '-')}.md"

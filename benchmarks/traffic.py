@@ -17,8 +17,8 @@ _AS_ARGUMENT = {
     ATEN.scatter_add_.default: 3, ATEN.scatter_add.default: 3, ATEN.index_put_.default: 2,
 }  # fmt: skip
 _ONLY_WRITE = {
-    ATEN.copy_.default, ATEN.zero_.default, ATEN.fill_.Scalar, ATEN.zeros_like.default,
-    ATEN.new_zeros.default, ATEN.zeros.default,
+    ATEN.copy_.default, ATEN.zero_.default, ATEN.fill_.Scalar, ATEN.fill_.Tensor,
+    ATEN.zeros_like.default, ATEN.new_zeros.default, ATEN.zeros.default,
 }  # fmt: skip
 _NOTHING = {
     ATEN.empty.memory_format, ATEN.empty_like.default, ATEN.new_empty.default,

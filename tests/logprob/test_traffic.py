@@ -7,7 +7,7 @@ from benchmarks.logprob_bytes import ours, plain, reference_operators, run
 from benchmarks.traffic import count_traffic
 from megatron_dynbatch.logprob import function, reference
 
-ROWS, WIDTH, CACHE = 256, 4096, 2**20
+ROWS, WIDTH, CACHE = 256, 4096, 2**18
 
 
 @pytest.fixture

@@ -64,7 +64,8 @@ def test_launches_through_the_driver(tmp_path):
         pytest.skip("g++ is not installed")
     if torch.cuda.is_available():
         pytest.skip("the real driver is in use")
-    emulation.Emulator(tmp_path, only="float32(_[18])?,|token_weights_uint8|policy", as_driver=True)
+    names = r"sums\w*_float32(_[18])?,|token_weights_uint8|policy"
+    emulation.Emulator(tmp_path, only=names, as_driver=True)
     root = Path(__file__).parents[2]
     path = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     result = subprocess.run(
