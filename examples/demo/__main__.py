@@ -22,7 +22,7 @@ from typing import Any
 
 from examples.demo.asynchronous import Arm, compare, comparison_lines, ledger_lines, run_arms
 from examples.demo.charts import TITLE, draw_steps, draw_timeline
-from examples.demo.control import control_lines, fixed_batch_control
+from examples.demo.control import control_lines, fixed_batch_control, whole_batches
 from examples.demo.results import print_table, rise, step_rows
 from examples.demo.runs import LAYOUTS, SeedRun, Settings
 from examples.demo.training import TrainingFailed, read_json_lines, read_reports
@@ -143,9 +143,8 @@ def show(out: Path, runs: list[SeedRun], seconds: float) -> None:
     first = runs[0]
     first_rows = rows[first.seed]
     layout = LAYOUTS[first.settings.layout]
-    batches = {row["batch_id"]: None for row in first_rows}
-    directory = RolloutDirectory(first.rollouts)
-    control = fixed_batch_control(map(directory.index, batches), first_rows, layout.dp)
+    batches, their_rows = whole_batches(RolloutDirectory(first.rollouts), first_rows)
+    control = fixed_batch_control(batches, their_rows, layout.dp)
     print_table(first_rows)
     for line in control_lines(control):
         print(line)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dynbatch.plan import compute_dynamic_global_batch_size
-from megatron_dynbatch.rollouts import SampleIndex
+from megatron_dynbatch.rollouts import RolloutDirectory, SampleIndex
 
 
 def fixed_batch_control(
@@ -59,6 +59,26 @@ def fixed_batch_control(
         "steps": num_steps,
         "actual_steps": len(rows),
     }
+
+
+def whole_batches(
+    directory: RolloutDirectory, rows: Sequence[Mapping[str, Any]]
+) -> tuple[list[SampleIndex], list[Mapping[str, Any]]]:
+    """The batches of which every sample was trained, and the steps that did.
+
+    The last one may be left out; if a run ends inside its first batch, that one is taken.
+
+    Args:
+        directory: Holds the batches.
+        rows: All steps (`results.step_rows`).
+    """
+    by_batch: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_batch.setdefault(row["batch_id"], []).append(row)
+    indices = {batch_id: directory.index(batch_id) for batch_id in by_batch}
+    trained = {b: sum(row["samples"] for row in own) for b, own in by_batch.items()}
+    whole = [b for b in by_batch if trained[b] == len(indices[b])] or list(by_batch)
+    return [indices[b] for b in whole], [row for b in whole for row in by_batch[b]]
 
 
 def _num_torn(index: SampleIndex, step_of_row: np.ndarray, whole_steps: int) -> int:

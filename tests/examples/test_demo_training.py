@@ -79,7 +79,9 @@ def test_shuffled_advantages_teach_nothing_and_are_reported(tmp_path: Path) -> N
     show(tmp_path, [run], seconds=1.0)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["seeds"][0]["steps"] == rows
-    assert summary["control"]["rollouts"] == sum(row["G"] for row in rows)
+    # A batch is two steps or three; of the last, a step may be left when the training ends.
+    missing = sum(row["G"] for row in rows) - summary["control"]["rollouts"]
+    assert 0 <= missing <= sum(row["G"] for row in rows[-2:])
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2
