@@ -26,7 +26,7 @@ from megatron.core import mpu
 from tiny_gpt import train_gpt
 
 import megatron_dynbatch
-from megatron_dynbatch.losses import token_log_probs
+from megatron_dynbatch.losses import model_output, token_log_probs
 
 
 def focal_loss(output, *, microbatch):
@@ -46,10 +46,7 @@ def focal_loss(output, *, microbatch):
 def forward_step(data_iterator, model):
     """Run the model on the micro-batch that the plan has for this rank now."""
     batch = megatron_dynbatch.get_batch(data_iterator)
-    output = model(
-        batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params()
-    )
-    return output, focal_loss
+    return model_output(model, batch), focal_loss
 
 
 if __name__ == "__main__":
