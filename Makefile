@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install test lint demo docs parity test-versions test-stock gpu-check bench-plan anneal \
+.PHONY: help install test test-slow lint demo docs parity test-versions test-stock gpu-check bench-plan anneal \
   report-check package-check plan-solver plan-versions clean
 
 # Other releases that the tests train with; each lies in a folder of its own, torch is shared.
@@ -20,8 +20,11 @@ help:
 
 install: $(INSTALLED)  ## make .venv with the package and all that tests and demo need
 
-test: lint $(OTHER_MEGATRONS)  ## lint, types and the whole test suite
-	$(PYTEST) tests
+test: lint  ## lint, types and the tests, but the slow ones (ten minutes)
+	$(PYTEST) -m "not slow" tests
+
+test-slow: $(OTHER_MEGATRONS)  ## what test leaves out: other Megatron versions and plugins, experts, long runs
+	$(PYTEST) -m slow tests
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

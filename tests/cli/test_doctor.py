@@ -94,6 +94,7 @@ def test_other_plugins_and_refused_flags_are_named(tmp_path: Path) -> None:
     assert "training_log was replaced by wrapper.<lambda>" in sites["logged batch size"]["problem"]
 
 
+@pytest.mark.slow
 def test_a_patched_tree_is_recognised(tmp_path: Path) -> None:
     root = installed_root()
     assert root is not None

@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron_dynbatch.report import read_step_reports
 from tests.cpu.training import SCRIPT, TINY
 from tests.parity.rollouts import STEP_SIZES, batch_flags, make_steps, write_batches
 from tests.pool import ROOT
+
+pytestmark = pytest.mark.slow
 
 PROBE = """
 import json, multiprocessing, sys

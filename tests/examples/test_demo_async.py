@@ -16,6 +16,8 @@ from examples.demo.asynchronous import Arm, compare  # noqa: E402
 from examples.demo.training import TrainingFailed, read_json_lines  # noqa: E402
 from tests.examples.launching import launch, untrained  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 NUM_BATCHES = 3
 
 

@@ -146,6 +146,7 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert file.read_text() == json.dumps({"a": 1}) + "\n"
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_in_one_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise ValueError('no such thing; do that')\n")

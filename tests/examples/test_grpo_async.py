@@ -9,6 +9,8 @@ import pytest
 
 from megatron_dynbatch.report.step_report import read_step_reports
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("ray")
 pytest.importorskip("reasoning_gym")
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from examples.custom_step_splitter import similar_tokens
 from megatron_dynbatch.plan import PlanOptions
 from megatron_dynbatch.report import read_step_reports
@@ -14,6 +16,7 @@ from megatron_dynbatch.rollouts import SampleIndex
 from tests.pool import ROOT
 
 
+@pytest.mark.slow
 def test_the_stock_script_trains_steps_of_any_size(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", str(ROOT / "examples" / "pretrain_gpt_dynamic.sh"), "--step-progress", "bar"],

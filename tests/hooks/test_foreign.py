@@ -17,6 +17,8 @@ from tests.parity.job import NOTES, Cell, run_cell
 from tests.parity.reference import Recipe
 from tests.parity.rollouts import batch_flags
 
+pytestmark = pytest.mark.slow
+
 SITES = ("train", "train_step", "training_log")
 SEAMS = ("get_forward_backward_func", "build_train_valid_test_data_iterators")
 CORE = "megatron.core.num_microbatches_calculator"

@@ -21,6 +21,8 @@ from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 from tests.cpu.training import train_ranks
 from tests.parity.test_layouts import Record
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
 KINDS = {
     "z_loss": f"{EXPERTS} --moe-router-load-balancing-type none --moe-z-loss-coeff 1.0",

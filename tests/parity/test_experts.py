@@ -24,6 +24,8 @@ from tests.parity.reference_aux import Auxiliary, Partition
 from tests.parity.rollouts import SHORT_SIZES, batch_flags, make_steps, write_batches
 from tests.parity.test_layouts import Record, full
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = Architecture(experts=4)
 KINDS: dict[str, tuple[Architecture, Auxiliary]] = {
     "z-loss": (EXPERTS, Auxiliary(z_loss=0.1)),

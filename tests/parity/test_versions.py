@@ -11,6 +11,8 @@ import pytest
 
 from tests.pool import ROOT
 
+pytestmark = pytest.mark.slow
+
 VERSION = "0.17.1"
 # pip install --no-deps --target .venv/megatron-core-0.17.1 megatron-core==0.17.1
 PLACE = ROOT / ".venv" / f"megatron-core-{VERSION}"

@@ -26,7 +26,7 @@ from tests.pool import ROOT
 from tests.versions.cells import CELLS, COMPARED
 
 # The first test of a version runs all its cells.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def root_of(version: str) -> Path:
