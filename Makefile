@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help install test test-slow lint demo docs parity test-versions test-stock gpu-check bench-plan anneal \
-  report-check package-check plan-solver plan-versions clean
+  report-check package-check plan-solver plan-versions fuzz kills memory soak clean
 
 # Other releases that the tests train with; each lies in a folder of its own, torch is shared.
 OTHER_MEGATRONS := $(addprefix $(VENV)/megatron-core-,0.17.1 0.18.2)
@@ -39,6 +39,22 @@ test-versions: $(OTHER_MEGATRONS)  ## the same trainings on every supported mega
 test-stock: $(INSTALLED)  ## MEGATRON_LM=DIR: Megatron-LM's own pretrain_gpt.py from a checkout
 	@test -n "$(MEGATRON_LM)" || { echo "give MEGATRON_LM=DIR, a Megatron-LM checkout" >&2; exit 2; }
 	$(BIN)/python -m tests.stock.run "$(MEGATRON_LM)"
+
+fuzz: $(INSTALLED)  ## 10 000 random plans, 1 000 batches, 20 000 damaged files (half an hour)
+	FUZZ=full $(PYTEST) --timeout 7200 tests/reliability/test_fuzz.py \
+	  tests/reliability/test_damaged_files.py
+
+kills: $(INSTALLED)  ## kill -9 at 20 random points of a training, and restarts
+	KILLS=full $(PYTEST) --timeout 1800 tests/reliability/test_kills.py
+
+memory: $(INSTALLED)  ## 500 steps of varying shapes: resident memory and live tensors
+	MEMORY=full MALLOC_ARENA_MAX=1 $(PYTEST) -s tests/reliability/test_memory.py
+
+SOAK_MINUTES ?= 30
+
+soak: $(INSTALLED)  ## SOAK_MINUTES=30 of demo training with random faults; the ledger must balance
+	rm -rf runs/soak
+	SOAK_MINUTES=$(SOAK_MINUTES) $(BIN)/python -m tests.reliability.soak runs/soak
 
 SEEDS ?= 1
 LAYOUT ?= dp2

@@ -168,7 +168,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Generate in Ray workers and train, at the same time."""
     args = parse_arguments(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    ray.init(address=args.address, include_dashboard=False, log_to_driver=False)
+    # A cluster of this machine alone listens on loopback only.
+    own = {} if args.address else {"_node_ip_address": "127.0.0.1"}
+    ray.init(address=args.address, include_dashboard=False, log_to_driver=False, **own)
     run_name = f"grpo-{time.time_ns()}"
     path = f"ray://{ray.get_runtime_context().gcs_address}/{run_name}"
     transport = open_transport(path, vocab_size=VOCAB_SIZE)

@@ -12,12 +12,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from megatron_dynbatch.errors import OptionError
+from megatron_dynbatch.hooks.horizon import imply_unknown_total
 from megatron_dynbatch.hooks.refusals import refusals
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.plan.options import (
     EMPTY_ROLLOUT_POLICIES,
     LEFTOVER_POLICIES,
     LOSS_REDUCTIONS,
+    ORDERS,
     OVERSIZE_POLICIES,
 )
 from megatron_dynbatch.rollouts import RolloutSource, open_transport
@@ -25,6 +28,8 @@ from megatron_dynbatch.steps.announce import STALE_POLICIES, Staleness
 
 WIDTHS = ("fixed", "variable")
 PROGRESS = ("auto", "bar", "plain", "off")
+
+_OF_ONE_RANK = ("rank", "local_rank", "step_report", "rollout_ledger")
 
 
 def adding_arguments(add: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,6 +71,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch-width", choices=WIDTHS, default="fixed",
         help="fixed: each micro-batch is padded to --seq-length, as stock scripts need; "
         "variable: each has its own length (scripts that use megatron_dynbatch.get_batch).")
+    add("--micro-batch-order", choices=ORDERS, default="auto",
+        help="Order of a rank's micro-batches; heaviest_first lets the allocator meet its largest "
+        "shapes at once (default: auto, the fastest predicted).")
     add("--step-splitter", default="rollouts", metavar="NAME|pkg.mod:fn",
         help="How rollouts are grouped into steps.")
     add("--tokens-per-step", type=int, metavar="N",
@@ -89,6 +97,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--keep-batches", type=int, metavar="N",
         help="Delete rollout batches once a completed checkpoint lies more than N batches beyond "
         "them (default: keep all).")
+    add("--rollout-ledger", metavar="FILE",
+        help="JSONL file in which rank 0 notes the rollouts of each finished step.")
     add("--step-report", metavar="FILE", help="JSONL file that gets one line per step.")
     add("--step-progress", choices=PROGRESS, default="auto",
         help="How rank 0 shows the step of the batch and the micro-batch of the step that run: "
@@ -123,7 +133,7 @@ def _after_parsing(parser: argparse.ArgumentParser) -> None:
         args, rest = parse(*positional, **named)
         if args.dynamic_global_batch:
             try:
-                _imply(args)
+                imply(args)
             except ValueError as error:
                 parser.error(str(error))
         return args, rest
@@ -131,26 +141,28 @@ def _after_parsing(parser: argparse.ArgumentParser) -> None:
     parser.parse_known_args = parse_then_imply  # type: ignore[method-assign, assignment]
 
 
-def _imply(args: argparse.Namespace) -> None:
+def imply(args: argparse.Namespace) -> None:
     for flag in ("rollout_path", "rollouts_per_step", "max_tokens_per_gpu"):
         if getattr(args, flag) is None:
-            raise ValueError(f"--dynamic-global-batch needs --{flag.replace('_', '-')}")
+            raise OptionError(f"--dynamic-global-batch needs --{flag.replace('_', '-')}")
     per_step = args.rollouts_per_step
-    if per_step == "batch" and not args.train_samples:
-        raise ValueError(
-            "--rollouts-per-step batch needs --train-samples (in rollouts): without a step size "
-            "the LR horizon cannot be counted in iterations"
+    if per_step == "batch" and args.train_iters:
+        raise OptionError(
+            "--rollouts-per-step batch goes with --train-samples (in rollouts), or with neither "
+            "if END ends the run: without a step size the LR horizon cannot be counted in "
+            "iterations"
         )
+    imply_unknown_total(args)
     # Only Megatron's iterations × batch size horizons read it from here on.
     size = 1 if per_step == "batch" else per_step
     if args.global_batch_size not in (None, size):
-        raise ValueError(
+        raise OptionError(
             f"--global-batch-size {args.global_batch_size} does not fit --rollouts-per-step "
             f"{per_step}; leave --global-batch-size out"
         )
     args.global_batch_size = size
     if args.micro_batch_size not in (None, 1):
-        raise ValueError(
+        raise OptionError(
             f"--micro-batch-size {args.micro_batch_size}: a micro-batch is one pack of samples "
             "(--max-tokens-per-gpu); leave --micro-batch-size out"
         )
@@ -167,7 +179,7 @@ def _imply(args: argparse.Namespace) -> None:
             args.moe_token_dispatcher_type = "alltoall"
         return
     if args.seq_length not in (None, width):
-        raise ValueError(
+        raise OptionError(
             f"--seq-length {args.seq_length} must be --max-tokens-per-gpu times "
             f"--context-parallel-size = {width}: stock batches have that fixed width"
         )
@@ -191,18 +203,20 @@ def settle_args(args: argparse.Namespace) -> None:
     """Check arguments that Megatron has validated, and set what its validation resets.
 
     Raises:
-        ValueError: One line per combination that is refused, or the option that is wrong.
+        OptionError: One line per combination that is refused, or the option that is wrong.
     """
     reasons = refusals(args)
     if reasons:
-        raise ValueError(
+        raise OptionError(
             "--dynamic-global-batch cannot be used like this:\n"
             + "\n".join(f"  {reason}" for reason in reasons)
         )
     options_from_args(args).capacity(layout_from_args(args))
     staleness_from_args(args)
     if args.keep_batches is not None and args.keep_batches < 0:
-        raise ValueError(f"--keep-batches {args.keep_batches}: give a number of batches, 0 or more")
+        raise OptionError(
+            f"--keep-batches {args.keep_batches}: give a number of batches, 0 or more"
+        )
     source_from_args(args).state(0)  # raises if the path is something else than rollouts
     if args.micro_batch_width == "variable":
         args.variable_seq_lengths = True
@@ -242,7 +256,23 @@ def options_from_args(args: argparse.Namespace) -> PlanOptions:
         fixed_width=args.micro_batch_width == "fixed",
         step_splitter=args.step_splitter,
         tokens_per_step=args.tokens_per_step,
+        order=args.micro_batch_order,
     )
+
+
+def facts_from_args(args: argparse.Namespace) -> dict[str, str]:
+    """Flag → value of all that must be the same on every rank.
+
+    Files and directories may have other names on another machine; what is read there is compared.
+    """
+    shown = {name: repr(value) for name, value in sorted(vars(args).items())}
+    return {
+        f"--{name.replace('_', '-')}": text
+        for name, text in shown.items()
+        if name not in _OF_ONE_RANK
+        and not name.endswith(("_path", "_dir", "_file"))
+        and " at 0x" not in text  # an object of the script's own, shown by its address
+    }
 
 
 def staleness_from_args(args: argparse.Namespace) -> Staleness:

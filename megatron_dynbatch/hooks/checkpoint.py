@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_dynbatch.errors import ResumeError
 from megatron_dynbatch.hooks.session import session
 from megatron_dynbatch.steps import Cursor
 
@@ -16,7 +17,7 @@ def loaded_samples(stock: int, frame: Mapping[str, Any]) -> int:
     """Restore the cursor; the count of consumed samples follows from it.
 
     Raises:
-        ValueError: The checkpoint was not made under the plugin but has consumed samples.
+        ResumeError: The checkpoint was not made under the plugin but has consumed samples.
     """
     run = session()
     if run is None:
@@ -24,7 +25,7 @@ def loaded_samples(stock: int, frame: Mapping[str, Any]) -> int:
     saved = getattr(frame["checkpoint_args"], "dynbatch_cursor", None)
     if saved is None:
         if stock:
-            raise ValueError(
+            raise ResumeError(
                 f"the checkpoint counts {stock} consumed samples but carries no rollout cursor: "
                 "it was made without --dynamic-global-batch; load it with --finetune to start "
                 "counting rollouts at 0"

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from megatron_dynbatch.errors import LossFunctionError
 from megatron_dynbatch.hooks.aux_loss import begin_schedule, has_aux_losses, watch_backward
+from megatron_dynbatch.hooks.non_finite import naming_non_finite
 from megatron_dynbatch.hooks.report import reduced_reports
 from megatron_dynbatch.hooks.session import Session, session
 from megatron_dynbatch.layout import MicroBatch
@@ -48,7 +50,9 @@ def _scaled_schedule(schedule: Callable[..., Any]) -> Callable[..., Any]:
         if has_aux_losses(run):
             begin_schedule(run, named["model"])
         forward_step_func = _scaled_forward_step(run, forward_step_func)
-        return reduced_reports(schedule(forward_step_func=forward_step_func, **named))
+        with naming_non_finite(run):
+            reports = schedule(forward_step_func=forward_step_func, **named)
+        return reduced_reports(reports)
 
     return run_schedule
 
@@ -84,12 +88,15 @@ def _scaled_loss(
         }
         result = loss_function(output, **{name: offered[name] for name in wanted})
     else:
-        result = loss_function(weighted_output(output, micro_batch))
+        weighted = weighted_output(output, micro_batch)
+        micro_batch.summed["loss"] = output.detach().reshape(-1)
+        result = loss_function(weighted)
     local_sum, report = result[0], result[-1]
     if not isinstance(local_sum, torch.Tensor) or local_sum.numel() != 1:
-        raise ValueError(
+        raise LossFunctionError(
             f"the loss function must return one scalar tensor first, not {_describe(local_sum)}"
         )
+    run.loss_sums.append((micro_batch, local_sum.detach()))
     loss, num_tokens, report_count = megatron_loss(
         local_sum,
         micro_batch.step,
@@ -107,11 +114,11 @@ def weighted_output(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tens
         micro_batch: Gives mask and weights of the same tokens.
 
     Raises:
-        ValueError: The output is not one value per local token.
+        LossFunctionError: The output is not one value per local token.
     """
     weights = micro_batch.token_weights
     if output.numel() != weights.numel():
-        raise ValueError(
+        raise LossFunctionError(
             f"the model's output has shape {tuple(output.shape)} but the micro-batch has "
             f"{weights.numel()} local tokens: a loss function without keyword `microbatch` needs "
             "token losses [1, T_local] (labels passed to the model); one that computes its own "

@@ -87,6 +87,8 @@ def loop_condition(stock: bool, frame: Mapping[str, Any]) -> bool:
             f"rollouts, the cursor {feed.cursor.consumed_rollouts}"
         )
     run.at_step_boundary(frame["iteration"])
+    if run.horizon is not None:
+        run.horizon.at_boundary(frame["iteration"], feed.cursor)
     feed.on_batch_needed = batch_needed(frame["model"], args)
     feed.on_batch_opened = batch_opened(frame["model"], args)
     step = feed.open_step()
@@ -94,6 +96,8 @@ def loop_condition(stock: bool, frame: Mapping[str, Any]) -> bool:
     args.consumed_train_samples = feed.cursor.consumed_rollouts
     args.dynbatch_cursor = feed.cursor.to_dict()
     if step is None or _all_consumed(args):
+        if run.horizon is not None:
+            run.horizon.at_end(feed.cursor)
         return False
     run.step = step
     return True

@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.rollouts import Sample
 from megatron_dynbatch.steps import Cursor, OpenBatch
 
@@ -77,5 +78,5 @@ def _named(flag: str, path: str | None) -> Any:
         return None
     module, _, name = path.partition(":")
     if not name:
-        raise ValueError(f"{flag} {path!r}: expected package.module:function")
+        raise OptionError(f"{flag} {path!r}: expected package.module:function")
     return getattr(importlib.import_module(module), name)

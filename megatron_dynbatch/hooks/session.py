@@ -10,21 +10,25 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_dynbatch.hooks.arguments import (
+    facts_from_args,
     layout_from_args,
     options_from_args,
     source_from_args,
     staleness_from_args,
 )
+from megatron_dynbatch.hooks.horizon import HorizonWarning
 from megatron_dynbatch.hooks.progress import progress_from_args
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.report import StepReportWriter
 from megatron_dynbatch.steps import Cursor, Exchange, Step, StepFeed
+from megatron_dynbatch.steps.ledger import Ledger
 
 _numbers = itertools.count()
 
@@ -46,12 +50,19 @@ class Session:
         self.current_index = 0
         self.mtp_tokens = 0
         self.aux_scales: dict[int, Any] = {}  # of the open step, see `aux_loss`
+        self.loss_sums: list[tuple[MicroBatch, torch.Tensor]] = []
         self.grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.writer: StepReportWriter | None = None
         self._progress = progress_from_args(args)
         self._feed: StepFeed | None = None
         self._restored: Cursor | None = None
         self._cursors: dict[int, Cursor] = {}
+
+    @cached_property
+    def horizon(self) -> HorizonWarning | None:
+        """On rank 0: looks whether the LR schedule is as long as the training."""
+        feed = self.feed
+        return HorizonWarning(self.args, feed.source) if feed.exchange.rank == 0 else None
 
     @property
     def feed(self) -> StepFeed:
@@ -85,6 +96,8 @@ class Session:
             lengths_only=0 < stage < num_stages - 1 and not args.mtp_num_layers,
             staleness=staleness_from_args(args),
             keep_batches=args.keep_batches,
+            job_facts=facts_from_args(args),
+            ledger=Ledger(args.rollout_ledger) if args.rollout_ledger else None,
         )
 
     def at_step_boundary(self, iteration: int) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
+from megatron_dynbatch.errors import DynbatchError
 from megatron_dynbatch.hooks.foreign import describe, find_behind
 
 SITES_NAME = "__dynbatch_sites__"
@@ -32,7 +33,7 @@ PATCHED_CALL = "dynbatch_site"
 Handler = Callable[[Any, Mapping[str, Any]], Any]
 
 
-class SiteError(RuntimeError):
+class SiteError(DynbatchError, RuntimeError):
     """A site does not look as expected in the Megatron that is installed."""
 
 

@@ -50,6 +50,8 @@ class MicroBatch:
         dp_rank: Data-parallel rank, without context parallelism.
         cp_rank: Context-parallel rank.
         cp_size: Context-parallel size C.
+        summed: Name → values [T_local] of what was summed last, kept so that a NaN in the loss can
+            be traced to its sample.
     """
 
     tokens: Tensor
@@ -71,6 +73,7 @@ class MicroBatch:
     cp_rank: int
     cp_size: int
     _padded_lengths: Int64 = field(repr=False)
+    summed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -93,6 +96,16 @@ class MicroBatch:
             cp_size=self.cp_size,
             cp_rank=self.cp_rank,
         )
+
+    def sample_positions(self) -> tuple[Int64, Int64]:
+        """For each local token: place of its sample in `sample_rows`, and position in the sample.
+
+        Padding behind the samples has places from B upward.
+        """
+        cu = self.cu_seqlens_padded.cpu().numpy().astype(np.int64)
+        positions = zigzag_indices(cu, self.cp_size, self.cp_rank)
+        places = np.searchsorted(cu, positions, side="right") - 1
+        return places, positions - cu[places]
 
     def column(self, name: str) -> Tensor:
         """A column as [T_local].
@@ -126,6 +139,7 @@ class MicroBatch:
         if not values:
             return {}
         rows = [self._row(name, x) for name, x in values.items()]
+        self.summed.update(zip(values, (row.detach() for row in rows), strict=True))
         dtype = functools.reduce(torch.promote_types, [row.dtype for row in rows])
         stacked = torch.stack([row.to(dtype) for row in rows])
         return dict(zip(values, weighted_sums(stacked, self.token_weights).unbind(), strict=True))

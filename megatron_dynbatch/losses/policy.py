@@ -168,6 +168,7 @@ def policy(
         entropy=chosen.entropy_mode,
         tp_group=tp_group,
     )
+    microbatch.summed["new log-probs"] = log_probs.detach()
     formula = chosen.formula()
     if formula is None:
         sums = _term_sums(chosen, log_probs, entropy, microbatch, cp_group)

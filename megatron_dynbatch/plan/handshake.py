@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from megatron_dynbatch.plan.errors import PlanError
 from megatron_dynbatch.plan.layout import ParallelLayout
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.planner import make_plan
-from megatron_dynbatch.plan.types import INDEX_FIELDS, Plan
+from megatron_dynbatch.plan.splitters import SPLITTERS
+from megatron_dynbatch.plan.types import INDEX_FIELDS, NOT_A_PLAN, Plan
 from megatron_dynbatch.rollouts import RolloutSource, RolloutTransport, Sample, SampleIndex
 
 LAYOUT_NOTE = "layout"
@@ -42,7 +43,7 @@ def read_layout(source: RolloutSource) -> tuple[ParallelLayout, PlanOptions] | N
         values = json.loads(text)
         layout, options = values["layout"], values["options"]
         return ParallelLayout(**layout), PlanOptions.from_dict(options)
-    except (ValueError, KeyError, TypeError) as error:
+    except NOT_A_PLAN as error:
         raise PlanError(
             f"{source}: the trainer's published layout cannot be read ({error!r}); use the same "
             "version of megatron_dynbatch on both sides"
@@ -50,17 +51,24 @@ def read_layout(source: RolloutSource) -> tuple[ParallelLayout, PlanOptions] | N
 
 
 def write_planned(
-    transport: RolloutTransport, samples: Sequence[Sample], *, key: str | None = None
+    transport: RolloutTransport,
+    samples: Sequence[Sample],
+    *,
+    key: str | None = None,
+    trusted: Collection[str] = (),
 ) -> int:
     """Plans a batch for the trainer and writes it with its plan; returns the batch id.
 
     Without a published layout the batch is written without a plan, and the trainer plans it. So it
     does with samples that it carried over from the batch before, of which nothing is known here.
+    A published layout is data: a splitter or cost function that it names by import path is not
+    imported here unless it is trusted, and the trainer plans.
 
     Args:
         transport: Where to.
         samples: At least one sample; siblings share a rollout_id.
         key: Names what is in the batch; see `RolloutTransport.write`.
+        trusted: Import paths (`package.module:function`) that may be followed.
 
     Raises:
         RolloutDataError: The samples are not valid, or the run is finished.
@@ -70,8 +78,17 @@ def write_planned(
     if published is None or not samples:
         return transport.write(samples, key=key)
     layout, options = published
+    if not import_paths(options) <= set(trusted):
+        return transport.write(samples, key=key)
     plan = make_plan(SampleIndex.from_samples(samples), layout, options)
     return transport.write(samples, plan_text(plan), parts=rows_by_rank(plan), key=key)
+
+
+def import_paths(options: PlanOptions) -> set[str]:
+    """What planning with these options would import."""
+    is_own = options.step_splitter not in SPLITTERS
+    functions = [options.step_splitter] if is_own else []
+    return {*functions, *filter(None, [options.cost.function])}
 
 
 def rows_by_rank(plan: Plan) -> list[list[int]]:
@@ -116,5 +133,10 @@ def checked_plan(
     for column in INDEX_FIELDS:
         if not np.array_equal(getattr(plan.index, column), getattr(index, column)):
             raise PlanError(f"its {column} are not those of the batch")
-    plan.check()
+    try:
+        plan.check()
+    except PlanError:
+        raise
+    except NOT_A_PLAN as error:  # the fingerprint fits, but something else wrote it
+        raise PlanError(f"its values are none of a plan ({error!r})") from error
     return plan

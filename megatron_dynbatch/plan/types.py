@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 INDEX_FIELDS = ("total_lengths", "response_lengths", "mask_sums", "rollout_ids", "group_ids")
 
+# What comes of reading JSON that is damaged, of another shape, or too deep or too large.
+NOT_A_PLAN = (
+    ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError,
+)  # fmt: skip
+
 MicroBatches = tuple[tuple[tuple[int, ...], ...], ...]
 
 
@@ -139,7 +144,7 @@ class Plan:
             return cls(**_fields_from_json(values))
         except PlanError:
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except NOT_A_PLAN as error:
             raise PlanError(f"plan: not the JSON of a plan ({error!r})") from error
 
     def to_schedule(self) -> Schedule:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dynbatch.errors import DynbatchError
 from megatron_dynbatch.reduce import build
 
 BLOCK = 256  # threads of a block: kBlock of csrc/common.cuh
@@ -32,7 +33,7 @@ def cache_folder() -> Path:
     return Path(chosen) if chosen else Path.home() / ".cache" / "megatron_dynbatch"
 
 
-class KernelError(RuntimeError):
+class KernelError(DynbatchError, RuntimeError):
     """A call of the CUDA driver failed."""
 
 

@@ -38,6 +38,9 @@ INDEX_COLUMNS: dict[str, Callable[[Sample], int]] = {
 PLACE_COLUMNS = ("part", "part_row")
 """Which part a sample is in, and where in it."""
 
+STAMP_KEY = "megatron_dynbatch.stamp"
+"""Metadata of a file: unique to the batch, so that files of two batches are never mixed."""
+
 INDEX_TYPES: dict[str, Any] = {
     **dict.fromkeys(INDEX_COLUMNS, pa.int64()),
     **dict.fromkeys(PLACE_COLUMNS, pa.int32()),
@@ -113,7 +116,7 @@ def sample_from_cells(cells: dict[str, Any]) -> Sample:
     for column in [name for name in cells if is_extra(name)]:
         kind, _, name = column.partition("/")
         cell = cells.pop(column)
-        extras[kind][name] = cell if kind == "blobs" else np.load(io.BytesIO(cell))
+        extras[kind][name] = cell if kind == "blobs" else _array_of(cell)
     return Sample(**cells, **extras)
 
 
@@ -154,6 +157,11 @@ def _npy(array: NDArray[Any]) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     return buffer.getvalue()
+
+
+def _array_of(npy: bytes) -> NDArray[Any]:
+    """The array of an .npy file; never an object array, which would be a pickle."""
+    return np.load(io.BytesIO(npy), allow_pickle=False)
 
 
 def _arrow_column(cells: Sequence[Any], arrow_type: Any) -> Any:

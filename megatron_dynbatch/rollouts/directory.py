@@ -4,6 +4,7 @@
     DIR/notes/NAME                         what one side tells the other (layout, progress)
     DIR/batch-00000000/index.parquet       a batch: lengths and ids
                       /part-00000.parquet  its samples, one part per reader where it was planned
+                      /manifest.json       checksums of their footers, and the batch's stamp
                       /plan.json           the plan that the rollout side made for it, if any
                       /key                 the writer's name for what is in it, if any
     DIR/batch-00000001/END                 no batch follows
@@ -25,16 +26,22 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
 from megatron_dynbatch.rollouts.errors import RolloutDataError
-from megatron_dynbatch.rollouts.files import TEMPORARY, replace_text, sync, write_text
+from megatron_dynbatch.rollouts.files import TEMPORARY, replace_text, sync, text_of, write_text
 from megatron_dynbatch.rollouts.index import SampleIndex
+from megatron_dynbatch.rollouts.manifest import MANIFEST, read_manifest, write_manifest
 from megatron_dynbatch.rollouts.marker import FORMAT_VERSION, DirectoryMarker
-from megatron_dynbatch.rollouts.parquet_read import check_fields, read_index, read_part, read_places
+from megatron_dynbatch.rollouts.parquet_read import (
+    Stored,
+    check_fields,
+    read_index,
+    read_part,
+    read_places,
+)
 from megatron_dynbatch.rollouts.parquet_write import Parts, new_file, write_index, write_part
 from megatron_dynbatch.rollouts.sample import Sample
 from megatron_dynbatch.rollouts.source import BatchState
@@ -113,13 +120,15 @@ class RolloutDirectory:
         division = Parts.of(len(batch), parts)
         if key is not None and (found := self._batch_of_key(check_key(key))) is not None:
             return found
+        stamp = uuid.uuid4().hex
         with self._new_slot() as slot:
             for number, rows in enumerate(division.rows):
                 with new_file(slot / _part_name(number)) as file:
                     members = [batch[row] for row in rows]
-                    write_part(file, members, rows)
+                    write_part(file, members, rows, stamp=stamp)
             with new_file(slot / _INDEX) as file:
-                write_index(file, batch.samples, division.places)
+                write_index(file, batch.samples, division.places, stamp)
+            write_manifest(slot, stamp)
             if plan_json is not None:
                 write_text(slot / _PLAN, plan_json)
             if key is not None:
@@ -167,8 +176,7 @@ class RolloutDirectory:
             RolloutDataError: No such batch; or it is damaged, lacks a column, holds impossible
                 lengths, or token ids outside the vocabulary. The file is named.
         """
-        path = self._batch_path(batch_id) / _INDEX
-        return self._when_visible(path, lambda: read_index(path, self._vocab_size))
+        return self._read(batch_id, _INDEX, lambda file: read_index(file, self._vocab_size))
 
     def read(
         self, batch_id: int, rows: Sequence[int], fields: Collection[str] | None = None
@@ -181,21 +189,32 @@ class RolloutDirectory:
             fields: Optional fields of `Sample` to read; None: all that there are.
 
         Raises:
-            ValueError: No such row or field.
-            RolloutDataError: No such batch; or it is damaged, lacks a column, or holds samples that
-                `validate_samples` rejects. File and row or column are named.
+            RolloutDataError: No such batch, row or field; or it is damaged, lacks a column, or
+                holds samples that `validate_samples` rejects. File and row or column are named.
         """
-        batch = self._batch_path(batch_id)
         if not rows:
             check_fields(fields)
         samples: dict[int, Sample] = {}
-        places = self._when_visible(batch / _INDEX, lambda: read_places(batch / _INDEX, fields))
+        places = self._read(batch_id, _INDEX, lambda file: read_places(file, fields))
         for part, positions in places.by_part(rows).items():
-            path = batch / _part_name(part)
             cells = places.cells(part)
-            read = partial(read_part, [path], positions, fields, self._vocab_size, cells)
-            samples |= self._when_visible(path, read)
+
+            def read(
+                file: Stored, positions: Any = positions, cells: Any = cells
+            ) -> dict[int, Sample]:
+                return read_part([file], positions, fields, self._vocab_size, cells)
+
+            samples |= self._read(batch_id, _part_name(part), read)
         return [samples[row] for row in rows]
+
+    def stamp(self, batch_id: int) -> str:
+        """What the files of this batch, and of no other, are stamped with.
+
+        Raises:
+            RolloutDataError: No such batch, or its index is damaged.
+        """
+        self._read(batch_id, _INDEX, lambda file: None)  # waits until it is visible
+        return read_manifest(self._batch_path(batch_id)).stamp
 
     def plan_json(self, batch_id: int) -> str | None:
         """The text of the plan that came with a batch, or None.
@@ -205,17 +224,12 @@ class RolloutDirectory:
         """
         path = self._batch_path(batch_id)
         self._when_visible(path / _INDEX, (path / _INDEX).stat)
-        try:
-            return (path / _PLAN).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        except UnicodeDecodeError as error:
-            raise RolloutDataError(f"{path / _PLAN}: not UTF-8 text ({error})") from error
+        return text_of(path / _PLAN)
 
     def read_parts(self, batch_id: int) -> tuple[list[Sample], list[list[int]]]:
         """All samples of a batch in row order, and the rows of each of its parts in order."""
         rows = range(len(self.index(batch_id)))
-        places = read_places(self._batch_path(batch_id) / _INDEX, ()).by_part(rows)
+        places = self._read(batch_id, _INDEX, lambda file: read_places(file, ())).by_part(rows)
         parts = [sorted(at, key=at.__getitem__) for _, at in sorted(places.items())]
         return self.read(batch_id, rows), parts
 
@@ -232,7 +246,7 @@ class RolloutDirectory:
             if number < batch_id and self._slot_state(number) == "present":
                 slot = self._batch_path(number)
                 write_text(slot / _DELETED, "A completed checkpoint lies beyond this batch.\n")
-                for path in [slot / _INDEX, slot / _PLAN, *slot.glob("part-*")]:
+                for path in [slot / _INDEX, slot / MANIFEST, slot / _PLAN, *slot.glob("part-*")]:
                     path.unlink(missing_ok=True)
 
     def publish(self, name: str, text: str) -> None:
@@ -247,15 +261,11 @@ class RolloutDirectory:
         """The latest note of that name, or None.
 
         Raises:
-            RolloutDataError: The path is something other than a rollout directory.
+            RolloutDataError: The path is something other than a rollout directory, or the note is
+                not UTF-8.
         """
         check_note_name(name)
-        if not self._marker.is_there():
-            return None
-        try:
-            return (self.path / _NOTES / name).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
+        return text_of(self.path / _NOTES / name) if self._marker.is_there() else None
 
     def _batch_path(self, batch_id: int) -> Path:
         return self.path / f"batch-{batch_number(batch_id):08d}"
@@ -286,12 +296,20 @@ class RolloutDirectory:
         return self._keys.get(key)
 
     def _note_key(self, number: int) -> None:
-        try:
-            key = (self._batch_path(number) / _KEY).read_text(encoding="utf-8")
+        key = text_of(self._batch_path(number) / _KEY)
+        if key is not None:
             self._keys.setdefault(key, number)
-        except FileNotFoundError:
-            pass
         self._num_keys_read = number + 1
+
+    def _read[T](self, batch_id: int, name: str, read: Callable[[Stored], T]) -> T:
+        """What `read` makes of a file of a batch, once it is visible."""
+        batch = self._batch_path(batch_id)
+
+        def check_and_read() -> T:
+            (batch / name).stat()
+            return read(read_manifest(batch).checked(batch / name))
+
+        return self._when_visible(batch / name, check_and_read)
 
     def _when_visible[T](self, path: Path, read: Callable[[], T]) -> T:
         """Calls `read`, again and again for a bounded time while `path` is not to be found."""

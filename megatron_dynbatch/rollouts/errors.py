@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from megatron_dynbatch.errors import DynbatchError
 
-class RolloutDataError(ValueError):
+
+class RolloutDataError(DynbatchError, ValueError):
     """Rollout data that cannot be trained on: what is wrong, where, and what to do.
 
     Attributes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 
+from megatron_dynbatch.errors import DynbatchError
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.source import RolloutSource
 
@@ -16,7 +17,7 @@ WEIGHTS_NOTE = "weights"
 _POLL_SECONDS = 0.05
 
 
-class NoRoom(TimeoutError):
+class NoRoom(DynbatchError, TimeoutError):
     """Training did not get far enough in time."""
 
 
@@ -89,7 +90,7 @@ def published_weights(source: RolloutSource) -> tuple[int, str] | None:
     try:
         values = json.loads(text)
         return int(values["version"]), str(values["where"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RolloutDataError(f"{source}: weights note {text!r} cannot be read") from error
 
 

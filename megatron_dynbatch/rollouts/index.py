@@ -31,7 +31,7 @@ class SampleIndex:
         policy_versions: Which weights sampled the rollout, −1 = unknown. Default: all unknown.
 
     Raises:
-        ValueError: Columns of different lengths, or not of integers.
+        RolloutDataError: Columns of different lengths, or not of integers.
     """
 
     total_lengths: NDArray[np.int64]
@@ -50,7 +50,7 @@ class SampleIndex:
             object.__setattr__(self, field.name, column)
         counts = {field.name: len(getattr(self, field.name)) for field in fields(self)}
         if len(set(counts.values())) > 1:
-            raise ValueError(f"columns of a SampleIndex differ in length: {counts}")
+            raise RolloutDataError(f"columns of a SampleIndex differ in length: {counts}")
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> Self:
@@ -164,7 +164,7 @@ class SampleIndex:
 def _int64_column(name: str, values: Any) -> NDArray[np.int64]:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
+        raise RolloutDataError(
             f"{name} of a SampleIndex has shape {array.shape} and dtype {array.dtype}; "
             "give integers [S]"
         )

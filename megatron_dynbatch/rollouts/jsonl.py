@@ -47,5 +47,9 @@ def _sample(path: Path, number: int, line: bytes) -> Sample:
         if "tokens" not in record:
             raise ValueError("tokens are missing")
         return Sample(**record)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise RolloutDataError(
+            f"{path}: line {number}: nested too deeply; tokens and masks are flat lists"
+        ) from error
+    except (ValueError, OverflowError) as error:
         raise RolloutDataError(f"{path}: line {number}: {error}") from error

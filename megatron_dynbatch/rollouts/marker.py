@@ -79,7 +79,7 @@ def _check(path: Path) -> None:
         marker = json.loads(path.read_text(encoding="utf-8"))
     except NotADirectoryError as error:
         raise RolloutDataError(f"{path.parent} is a file, not a rollout directory") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RolloutDataError(f"{path} is not valid JSON ({error})") from error
     if not isinstance(marker, dict) or marker.get("format") != _FORMAT:
         raise RolloutDataError(f"{path} does not say format {_FORMAT!r}; not a rollout directory")

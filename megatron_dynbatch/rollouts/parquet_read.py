@@ -8,6 +8,7 @@ column.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +56,23 @@ class Blob:
         return self.name
 
 
-Stored = Path | Blob
+@dataclass(frozen=True)
+class CheckedFile:
+    """A file of which it is known what its footer must be.
+
+    Attributes:
+        path: Where it is.
+        footer_crc: See `footer_crc`.
+    """
+
+    path: Path
+    footer_crc: int
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+Stored = Path | Blob | CheckedFile
 
 
 def read_index(source: Stored, vocab_size: int | None = None) -> SampleIndex:
@@ -108,13 +125,15 @@ class Places:
         """Part → row → position in the part, of some rows.
 
         Raises:
-            ValueError: No such row.
+            RolloutDataError: No such row.
         """
         places: dict[int, dict[int, int]] = {}
         size = len(self.parts)
         for row in rows:
             if not 0 <= row < size:
-                raise ValueError(f"{self.source}: no row {row}; the batch has rows 0 to {size - 1}")
+                raise RolloutDataError(
+                    f"{self.source}: no row {row}; the batch has rows 0 to {size - 1}"
+                )
             places.setdefault(int(self.parts[row]), {})[row] = int(self.positions[row])
         return places
 
@@ -150,11 +169,17 @@ def read_places(source: Stored, fields: Collection[str] | None = None) -> Places
     return Places(source, part, position, total, response, own_sizes)
 
 
+def footer_crc(path: Path) -> int:
+    """CRC-32 of a file's footer, the part of Parquet that has no checksum of its own."""
+    with pa.OSFile(str(path)) as file:
+        return zlib.crc32(_footer(file))
+
+
 def check_fields(fields: Collection[str] | None, extras: Collection[str] = ()) -> None:
-    """Raises ValueError for a name that is no optional field of `Sample` and no stored extra."""
+    """Raises RolloutDataError for a name that is no optional field and no stored extra."""
     unknown = set(fields or ()).difference(OPTIONAL_FIELDS, extras)
     if unknown:
-        raise ValueError(
+        raise RolloutDataError(
             f"no optional field {sorted(unknown)}; there are {(*OPTIONAL_FIELDS, *sorted(extras))}"
         )
 
@@ -180,9 +205,8 @@ def read_part(
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: No such field.
-        RolloutDataError: The part is damaged, lacks a column or a row, or holds samples that
-            `validate_samples` rejects.
+        RolloutDataError: No such field; or the part is damaged, lacks a column or a row, or holds
+            samples that `validate_samples` rejects.
     """
     cells: dict[int, dict[str, Any]] = {row: {} for row in positions}
     for number, source in enumerate(sources):
@@ -205,12 +229,19 @@ def _open(source: Stored) -> Iterator[tuple[Any, Any]]:
     """A file, also opened as Parquet; every sign of damage becomes one kind of error."""
     try:
         with (
-            pa.OSFile(str(source))
-            if isinstance(source, Path)
-            else pa.BufferReader(pa.py_buffer(source.content))
+            pa.BufferReader(pa.py_buffer(source.content))
+            if isinstance(source, Blob)
+            else pa.OSFile(str(source))
         ) as file:
+            footer = _footer(file)
+            if isinstance(source, CheckedFile) and zlib.crc32(footer) != source.footer_crc:
+                raise RolloutDataError(
+                    f"{source} is not the file that was written with its batch: it is damaged, or "
+                    "a stale copy; look at the file system's caches, or write the batch again"
+                )
+            metadata = pq.read_metadata(pa.BufferReader(footer))
             parquet = pq.ParquetFile(
-                file, metadata=_metadata(file), pre_buffer=True, page_checksum_verification=True
+                file, metadata=metadata, pre_buffer=True, page_checksum_verification=True
             )
             yield file, parquet
     except (FileNotFoundError, PermissionError, RolloutDataError):
@@ -222,15 +253,14 @@ def _open(source: Stored) -> Iterator[tuple[Any, Any]]:
         ) from error
 
 
-def _metadata(file: Any) -> Any:
-    """The footer, and nothing else of the file (Apache Parquet's file format)."""
+def _footer(file: Any) -> Any:
+    """The footer with its length and magic, and nothing else of the file (Parquet's format)."""
     size = file.size()
     end = file.read_at(8, max(0, size - 8))
     length = int.from_bytes(end[:4], "little")
     if end[4:] != _MAGIC or length + 8 > size:
         raise OSError("no Parquet footer at the end")
-    footer = file.read_at(length, size - 8 - length)
-    return pq.read_metadata(pa.BufferReader(footer + end))
+    return file.read_at(length, size - 8 - length) + end
 
 
 def _read_integers(source: Stored, names: list[str]) -> dict[str, NDArray[np.int64]]:

@@ -30,6 +30,7 @@ from megatron_dynbatch.rollouts.columns import (
     INDEX_TYPES,
     PLACE_COLUMNS,
     REQUIRED_TYPES,
+    STAMP_KEY,
     arrow_table,
     checksums,
     column_type,
@@ -39,6 +40,7 @@ from megatron_dynbatch.rollouts.columns import (
     optional_names,
     required_cells,
 )
+from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.sample import PER_TOKEN_FIELDS, Sample
 
 ROW_GROUP_ROWS = 4096
@@ -65,14 +67,14 @@ class Parts:
         """Parts as asked and one more for rows in none of them; one part by default.
 
         Raises:
-            ValueError: A row that does not exist, or is in two places.
+            RolloutDataError: A row that does not exist, or is in two places.
         """
         asked = [tuple(part) for part in parts or ()]
         places = np.full((num_samples, 2), -1, np.int32)
         for number, rows in enumerate(asked):
             for position, row in enumerate(rows):
                 if not 0 <= row < num_samples or places[row, 0] >= 0:
-                    raise ValueError(
+                    raise RolloutDataError(
                         f"part {number} of the batch: row {row} is not one of the {num_samples} "
                         "rows, or is in two places"
                     )
@@ -85,13 +87,16 @@ class Parts:
         return cls(tuple(asked), places)
 
 
-def write_index(sink: Any, samples: Sequence[Sample], places: NDArray[np.int32]) -> None:
+def write_index(
+    sink: Any, samples: Sequence[Sample], places: NDArray[np.int32], stamp: str = ""
+) -> None:
     """Writes the index of a batch.
 
     Args:
         sink: A binary file.
         samples: Of the batch, in row order.
         places: int32 [S, 2], part and position in it of each sample.
+        stamp: Unique to the batch, and the same in all its files.
     """
     columns: dict[str, Sequence[Any]] = {
         name: [value(sample) for sample in samples] for name, value in INDEX_COLUMNS.items()
@@ -102,17 +107,18 @@ def write_index(sink: Any, samples: Sequence[Sample], places: NDArray[np.int32])
     repeating = {"rollout_id", "group_id", "policy_version", "part"}
     repeating |= {name for name in sizes if not is_extra(name.removeprefix(CELLS))}
     table = arrow_table(columns, {**INDEX_TYPES, **dict.fromkeys(sizes, pa.int32())})
-    pq.write_table(
-        table,
+    with pq.ParquetWriter(
         sink,
-        row_group_size=max(1, len(samples)),
+        table.schema,
         compression="zstd",
         use_dictionary=sorted(repeating),
         column_encoding={n: "DELTA_BINARY_PACKED" for n in columns if n not in repeating},
         write_statistics=False,
         write_page_checksum=True,
         store_schema=False,
-    )
+    ) as writer:
+        writer.write_table(table, row_group_size=max(1, len(samples)))
+        writer.add_key_value_metadata({STAMP_KEY: stamp})
 
 
 def write_part(
@@ -122,6 +128,7 @@ def write_part(
     *,
     required: bool = True,
     optional: bool = True,
+    stamp: str = "",
 ) -> None:
     """Writes samples.
 
@@ -131,6 +138,7 @@ def write_part(
         rows: Row of the batch that each of them is.
         required: Whether to store tokens, masks and ids.
         optional: Whether to store everything else.
+        stamp: As of `write_index`.
     """
     pairs = list(zip(samples, rows, strict=True))
     both = [
@@ -157,6 +165,7 @@ def write_part(
         for group in _row_groups([_num_bytes(sample) for sample in samples]):
             members = {name: column[group.start : group.stop] for name, column in columns.items()}
             writer.write_table(arrow_table(members, types), row_group_size=len(group))
+        writer.add_key_value_metadata({STAMP_KEY: stamp})
 
 
 def _half(

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
+from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import SampleIndex
 from megatron_dynbatch.rollouts.sample import Sample
 from megatron_dynbatch.rollouts.source import BatchState
@@ -86,8 +87,14 @@ class RolloutQueue:
         batch = self._get(batch_id)[0]
         wrong = [row for row in rows if not 0 <= row < len(batch)]
         if wrong:
-            raise ValueError(f"{self}: no row {wrong[0]}; batch {batch_id} has {len(batch)} rows")
+            raise RolloutDataError(
+                f"{self}: no row {wrong[0]}; batch {batch_id} has {len(batch)} rows"
+            )
         return [batch[row] for row in rows]
+
+    def stamp(self, batch_id: int) -> str:
+        """Always "": each process has its own queue, and ranks compare what they read."""
+        return ""
 
     def plan_json(self, batch_id: int) -> str | None:
         """See `RolloutSource.plan_json`."""

@@ -312,6 +312,10 @@ class RayRollouts:
             samples |= read_part(blobs, positions, fields, self._vocab_size)
         return [samples[row] for row in rows]
 
+    def stamp(self, batch_id: int) -> str:
+        """Always "": there is one actor, and it never changes a batch."""
+        return ""
+
     def plan_json(self, batch_id: int) -> str | None:
         """See `RolloutSource.plan_json`."""
         return self._index(batch_id)[1]

@@ -13,6 +13,8 @@ from typing import Any, SupportsFloat, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_dynbatch.rollouts.errors import RolloutDataError
+
 PER_TOKEN_FIELDS = (
     "log_probs",
     "ref_log_probs",
@@ -108,7 +110,7 @@ class Sample:
             rollout_id: See the attributes; so for the other arguments.
 
         Raises:
-            ValueError: A field has the wrong type or number of dimensions, or neither
+            RolloutDataError: A field has the wrong type or number of dimensions, or neither
                 `response_length` nor `loss_mask` is given, or they disagree.
         """
         mask = _loss_mask(response_length, loss_mask)
@@ -154,13 +156,13 @@ def _array(name: str, value: object, kinds: str, wanted: str) -> NDArray[Any]:
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name}: {error}; give {wanted}") from error
+        raise RolloutDataError(f"{name}: {error}; give {wanted}") from error
     if array.size == 0 and array.ndim == 1:
         return array
     if array.dtype.kind not in kinds:
-        raise ValueError(f"{name} holds {_kind_of(array)}; give {wanted}")
+        raise RolloutDataError(f"{name} holds {_kind_of(array)}; give {wanted}")
     if array.ndim != 1:
-        raise ValueError(f"{name} has {array.ndim} dimensions, not 1; give {wanted}")
+        raise RolloutDataError(f"{name} has {array.ndim} dimensions, not 1; give {wanted}")
     return array
 
 
@@ -178,18 +180,20 @@ def _loss_mask(response_length: SupportsIndex | None, value: ArrayLike | None) -
     length = None if response_length is None else _integer("response_length", response_length)
     if value is None:
         if length is None:
-            raise ValueError("give response_length or loss_mask: neither is there")
+            raise RolloutDataError("give response_length or loss_mask: neither is there")
         if length < 0:
-            raise ValueError(f"response_length is {length}; give the number of response tokens")
+            raise RolloutDataError(
+                f"response_length is {length}; give the number of response tokens"
+            )
         return np.ones(length, np.uint8)
     array = _array("loss_mask", value, "biuf", "0 or 1 per response token [R]")
     with np.errstate(invalid="ignore"):
         mask = array.astype(np.uint8)
     wrong = np.flatnonzero(mask != array)
     if wrong.size:
-        raise ValueError(f"loss_mask[{wrong[0]}] is {array[wrong[0]]}; it must be 0 or 1")
+        raise RolloutDataError(f"loss_mask[{wrong[0]}] is {array[wrong[0]]}; it must be 0 or 1")
     if length is not None and length != len(mask):
-        raise ValueError(
+        raise RolloutDataError(
             f"response_length is {length} but loss_mask has {len(mask)} entries; "
             "give one of them, or one entry per response token"
         )
@@ -205,7 +209,7 @@ def _per_token(name: str, value: object) -> NDArray[np.float32]:
 def _scalar(name: str, value: object) -> float:
     array = np.asarray(value)
     if array.ndim != 0 or array.dtype.kind not in "biuf":
-        raise ValueError(f"{name} is {value!r}; give one number")
+        raise RolloutDataError(f"{name} is {value!r}; give one number")
     return float(array)
 
 
@@ -221,7 +225,7 @@ def _arrays(kind: str, values: Mapping[str, ArrayLike] | None) -> dict[str, NDAr
     arrays = {name: np.asarray(value) for name, value in (values or {}).items()}
     for name, array in arrays.items():
         if array.dtype.kind not in "biuf" or array.ndim == 0:
-            raise ValueError(
+            raise RolloutDataError(
                 f"{kind}[{name!r}] has {array.ndim} dimensions and dtype {array.dtype}; give "
                 "numbers with one entry per token"
             )
@@ -231,7 +235,7 @@ def _arrays(kind: str, values: Mapping[str, ArrayLike] | None) -> dict[str, NDAr
 def _check_names(kind: str, values: Mapping[str, object] | None) -> None:
     for name in values or {}:
         if not name.isidentifier() or name in Sample.__slots__:  # they become names of columns
-            raise ValueError(
+            raise RolloutDataError(
                 f"{kind}[{name!r}]: the name must be a Python identifier and no field of Sample"
             )
 
@@ -240,7 +244,7 @@ def _blobs(values: Mapping[str, bytes] | None) -> dict[str, bytes]:
     _check_names("blobs", values)
     for name, value in (values or {}).items():
         if not isinstance(value, bytes):
-            raise ValueError(f"blobs[{name!r}] is a {type(value).__name__}; give bytes")
+            raise RolloutDataError(f"blobs[{name!r}] is a {type(value).__name__}; give bytes")
     return dict(values or {})
 
 
@@ -248,9 +252,9 @@ def _integer(name: str, value: SupportsIndex) -> int:
     try:
         number = operator.index(value)
     except TypeError as error:
-        raise ValueError(f"{name} is {value!r}; give an integer") from error
+        raise RolloutDataError(f"{name} is {value!r}; give an integer") from error
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{name} is {number}; it must fit in 64 bits")
+        raise RolloutDataError(f"{name} is {number}; it must fit in 64 bits")
     return number
 
 

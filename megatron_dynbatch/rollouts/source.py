@@ -37,6 +37,13 @@ class RolloutSource(Protocol):
         """
         ...
 
+    def stamp(self, batch_id: int) -> str:
+        """What tells a present batch from any other that ever had its number.
+
+        Equal for all readers that see the same batch; "" where readers cannot see different ones.
+        """
+        ...
+
     def plan_json(self, batch_id: int) -> str | None:
         """The plan that the rollout side left with a present batch, or None."""
         ...

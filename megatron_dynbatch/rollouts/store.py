@@ -97,11 +97,11 @@ def batch_number(batch_id: int) -> int:
     """`batch_id`, if it can be one.
 
     Raises:
-        ValueError: It is negative.
+        RolloutDataError: It is negative.
     """
     number = operator.index(batch_id)
     if number < 0:
-        raise ValueError(f"batch id {number} is negative; batches are numbered from 0")
+        raise RolloutDataError(f"batch id {number} is negative; batches are numbered from 0")
     return number
 
 
@@ -109,17 +109,19 @@ def check_key(key: str) -> str:
     """`key`, if it can name a batch.
 
     Raises:
-        ValueError: It is empty.
+        RolloutDataError: It is empty.
     """
     if not key:
-        raise ValueError("the key of a batch is empty; leave it out or name what is in the batch")
+        raise RolloutDataError(
+            "the key of a batch is empty; leave it out or name what is in the batch"
+        )
     return key
 
 
 def check_note_name(name: str) -> None:
-    """Raises ValueError if a note cannot have that name."""
+    """Raises RolloutDataError if a note cannot have that name."""
     if not _NOTE_NAME.fullmatch(name):
-        raise ValueError(f"note name {name!r}: use lower-case letters, digits, - and _")
+        raise RolloutDataError(f"note name {name!r}: use lower-case letters, digits, - and _")
 
 
 def deleted_error(what: str) -> RolloutDataError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from urllib.parse import parse_qs, urlsplit
 
+from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.rollouts.directory import RolloutDirectory
 from megatron_dynbatch.rollouts.queue import RolloutQueue
 from megatron_dynbatch.rollouts.source import RolloutTransport
@@ -22,13 +23,13 @@ def open_transport(
         vocab_size: Token ids must be below it; None: not checked.
 
     Raises:
-        ValueError: A Ray or queue path without a name, or with an unknown option.
+        OptionError: A Ray or queue path without a name, or with an unknown option.
     """
     text = os.fspath(path)
     if text.startswith("queue:"):
         name = text.removeprefix("queue:")
         if not name:
-            raise ValueError(f"rollout path {text!r}: name the queue, queue:NAME")
+            raise OptionError(f"rollout path {text!r}: name the queue, queue:NAME")
         return RolloutQueue.named(name, vocab_size=vocab_size)
     if not text.startswith("ray://"):
         return RolloutDirectory(text, vocab_size=vocab_size)
@@ -38,7 +39,7 @@ def open_transport(
     options = parse_qs(parts.query)
     name = parts.path.strip("/")
     if not name or set(options) - {"journal"}:
-        raise ValueError(
+        raise OptionError(
             f"rollout path {text!r}: expected ray://HOST:PORT/NAME or ray:///NAME, and perhaps "
             "?journal=DIR"
         )

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanError, PlanOptions, make_plan
 from megatron_dynbatch.plan.handshake import checked_plan
-from megatron_dynbatch.rollouts import RolloutSource, SampleIndex
+from megatron_dynbatch.rollouts import RolloutDataError, RolloutSource, SampleIndex
 from megatron_dynbatch.steps.cursor import Cursor
 from megatron_dynbatch.steps.exchange import progress
 
@@ -36,9 +37,9 @@ class Staleness:
 
     def __post_init__(self) -> None:
         if self.policy not in STALE_POLICIES:
-            raise ValueError(f"stale policy {self.policy!r}: one of {', '.join(STALE_POLICIES)}")
+            raise OptionError(f"stale policy {self.policy!r}: one of {', '.join(STALE_POLICIES)}")
         if self.limit is not None and self.limit < 0:
-            raise ValueError(f"maximum staleness is {self.limit}; it is a number of batches ≥ 0")
+            raise OptionError(f"maximum staleness is {self.limit}; it is a number of batches ≥ 0")
 
     def is_stale(self, index: SampleIndex, batch_id: int) -> np.ndarray:
         """bool [S], whether a sample's rollout is older than the limit when batch_id trains."""
@@ -84,7 +85,7 @@ class Announcer:
         """
         carried = list(cursor.carried)
         if state == "end" and cursor.batch_id == 0:
-            raise ValueError(f"{self._source} was closed without a single rollout")
+            raise RolloutDataError(f"{self._source} was closed without a single rollout")
         if state == "end" and not carried:
             return {"kind": "end"}
         index, origins = self._index(cursor, state == "present")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megatron_dynbatch.errors import ResumeError
+
 # Options that decide which rollouts form a step; they must not change inside a batch.
 STEP_OPTIONS = ("rollouts_per_step", "leftover", "loss_reduction", "step_splitter")
 
@@ -46,10 +48,10 @@ class Cursor:
         """The cursor when the batch is planned.
 
         Raises:
-            ValueError: Some of its steps are trained, and those were other steps.
+            ResumeError: Some of its steps are trained, and those were other steps.
         """
         if self.step_index > 0 and self.steps_digest not in (None, steps_digest):
-            raise ValueError(
+            raise ResumeError(
                 f"the checkpoint stands at step {self.step_index} of rollout batch "
                 f"{self.batch_id}, but now other rollouts form its steps: a step splitter, cap, "
                 "oversize policy, layout or staleness limit has changed, or the batch; finish the "
@@ -85,12 +87,12 @@ class Cursor:
         )
 
     def check_options(self, now: Mapping[str, Any]) -> None:
-        """Raise ValueError if options that form steps changed in the middle of a batch."""
+        """Raise ResumeError if options that form steps changed in the middle of a batch."""
         if self.step_index == 0 or self.step_options is None:
             return
         for name, before in self.step_options.items():
             if now.get(name) != before:
-                raise ValueError(
+                raise ResumeError(
                     f"the checkpoint stands at step {self.step_index} of rollout batch "
                     f"{self.batch_id}, planned with {name}={before!r}, but now {name}="
                     f"{now.get(name)!r}: finish the batch with the old value, or change it at a "

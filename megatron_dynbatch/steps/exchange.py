@@ -14,9 +14,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_dynbatch.errors import DynbatchError
+
 _PROGRESS_SECONDS = 10.0
 _POLL_SECONDS = (0.0005, 0.2)
 _POLL_SHARE = 0.02
+# The others' patience beyond rank 0's, so that its error, which names the missing, comes first.
+_GRACE_SECONDS = 10.0
+_LINGER_SECONDS = 2.0
+# One wrong option may change many others; the first fields name it.
+_MOST_FIELDS = 8
+_LONGEST_VALUE = 120
 
 
 def poll_seconds(waited: float) -> float:
@@ -28,7 +36,7 @@ def poll_seconds(waited: float) -> float:
     return min(max(shortest, _POLL_SHARE * waited), longest)
 
 
-class RankFailure(RuntimeError):
+class RankFailure(DynbatchError, RuntimeError):
     """Another rank failed, disagreed, or did not arrive."""
 
 
@@ -97,23 +105,43 @@ class Exchange:
             return message
         return json.loads(self._get(key, waiting_for, timeout))
 
-    def compare(self, facts: Mapping[str, str]) -> None:
-        """Return only if all ranks give equal facts.
+    def compare(
+        self, facts: Mapping[str, str], peer_facts: Mapping[str, str] | None = None
+    ) -> None:
+        """Return only if all ranks agree.
+
+        Args:
+            facts: Field → value; all ranks give the same fields and values.
+            peer_facts: Field → value that is equal on those ranks that give the field.
 
         Raises:
-            RankFailure: On every rank, naming the field and the ranks that disagree with rank 0,
-                or the ranks that did not arrive.
+            RankFailure: On every rank, naming each field with the ranks that have each value, or
+                the ranks that did not arrive.
         """
         key = self._next("compare")
-        self._set(f"{key}/{self.rank}", json.dumps(dict(facts)))
+        self._set(f"{key}/{self.rank}", json.dumps([dict(facts), dict(peer_facts or {})]))
         if self.rank == 0:
             with self.failing():
-                self._compare_all(key, facts)
+                self._wait_for_all(key, self.timeout)
+                self._compare_all(key)
             self._forget(self._calls)
             self._set(f"{key}/equal", "")
         else:
-            self._get(f"{key}/equal", "rank 0 to compare all ranks", 2 * self.timeout)
+            # Rank 0 gives up first, and tells which ranks are missing.
+            self._wait(
+                [f"{key}/equal"],
+                lambda _: self._whom_all_wait_for(key),
+                self.timeout + _GRACE_SECONDS,
+            )
             self._forget(self._calls + 1)
+
+    def arrive(self, waiting_for: str) -> None:
+        """Return when rank 0 has come to the same place.
+
+        Raises:
+            RankFailure: It did not within the time-out, or some rank failed.
+        """
+        self.broadcast(lambda: None, waiting_for, self.timeout)
 
     def post(self, name: str, message: Any) -> None:
         """Leave a message that other ranks may look for at any time (also from another thread)."""
@@ -130,39 +158,58 @@ class Exchange:
         self._store.delete_key(f"post/{name}")
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks of an error here; they raise it at their next wait."""
-        if not self._store.check(["failed"]):  # the first error is the cause
-            kind = "" if isinstance(error, RankFailure) else f"{type(error).__name__}: "
-            self._store.set("failed", f"rank {self.rank}: {kind}{error}")
+        """Tell the other ranks of an error here; they raise it at their next wait.
+
+        Returns when those that wait now have heard of it: the launcher ends all ranks when the
+        first one exits, and each of them should have named the error before.
+        """
+        if self._store.check(["failed"]):  # the first error is the cause
+            return
+        kind = "" if isinstance(error, RankFailure) else f"{type(error).__name__}: "
+        self._store.set("failed", f"rank {self.rank}: {kind}{error}")
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while self._store.add("heard", 0) < self.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS[1] / 4)
 
     def failing(self) -> _Failing:
         """Context in which an error is told to the other ranks before it propagates."""
         return _Failing(self)
 
-    def _compare_all(self, key: str, facts: Mapping[str, str]) -> None:
-        differing: dict[str, list[int]] = {}
-        values: dict[str, str] = {}
+    def _wait_for_all(self, key: str, timeout: float) -> None:
         self._wait(
             [f"{key}/{rank}" for rank in range(self.world_size)],
             lambda missing: f"{_named(missing)} to read the rollout batch and compare plans",
-            self.timeout,
+            timeout,
         )
-        told = self._store.multi_get([f"{key}/{rank}" for rank in range(self.world_size)])
-        for rank in range(1, self.world_size):
-            theirs = json.loads(told[rank].decode())
-            for field in facts.keys() | theirs.keys():
-                if theirs.get(field) != facts.get(field):
-                    differing.setdefault(field, []).append(rank)
-                    values.setdefault(field, str(theirs.get(field)))
+
+    def _whom_all_wait_for(self, key: str) -> str:
+        missing = self._missing([f"{key}/{rank}" for rank in range(self.world_size)])
+        if not missing:
+            return "rank 0 to compare all ranks"
+        return f"{_named(missing)} to read the rollout batch and compare plans"
+
+    def _compare_all(self, key: str) -> None:
+        ranks = range(self.world_size)
+        texts = self._store.multi_get([f"{key}/{rank}" for rank in ranks])
+        told = [json.loads(text.decode()) for text in texts]
+        # Field → value → ranks; a rank that lacks a field of all has the value None.
+        found: dict[str, dict[str | None, list[int]]] = {}
+        for field in dict.fromkeys(field for facts, _ in told for field in facts):
+            for rank, (facts, _) in enumerate(told):
+                found.setdefault(field, {}).setdefault(facts.get(field), []).append(rank)
+        for rank, (_, peer_facts) in enumerate(told):
+            for field, value in peer_facts.items():
+                found.setdefault(field, {}).setdefault(value, []).append(rank)
+        differing = {field: values for field, values in found.items() if len(values) > 1}
         if differing:
-            listed = "; ".join(
-                f"{field} is {facts.get(field)!r} on rank 0 but {values[field]!r} on "
-                f"{_named(ranks)}"
-                for field, ranks in sorted(differing.items())
-            )
+            listed = [
+                _told(field, values) for field, values in list(differing.items())[:_MOST_FIELDS]
+            ]
+            if len(differing) > _MOST_FIELDS:
+                listed.append(f"{len(differing) - _MOST_FIELDS} more fields")
             raise RankFailure(
-                f"ranks disagree: {listed}; start all ranks with the same options, package "
-                "version and view of the rollout directory"
+                f"ranks disagree: {'; '.join(listed)}; start all ranks with the same options, "
+                "package version and view of the rollout directory"
             )
 
     def _next(self, kind: str) -> str:
@@ -192,12 +239,15 @@ class Exchange:
         next_line = start + _PROGRESS_SECONDS
         while not self._store.check(list(keys)):
             if self._store.check(["failed"]):
-                raise RankFailure(self._store.get("failed").decode())
+                failure = self._store.get("failed").decode()
+                self._store.add("heard", 1)
+                raise RankFailure(failure)
             now = time.monotonic()
             if now - start > timeout:
-                missing = self._missing(keys)
                 error = RankFailure(
-                    f"rank {self.rank} waited {timeout:.0f} s for {waiting_for(missing)}, in vain"
+                    f"rank {self.rank} waited {timeout:.0f} s for "
+                    f"{waiting_for(self._missing(keys))}, in vain; see what holds it up, or raise "
+                    "--agreement-timeout"
                 )
                 self.fail(error)
                 raise error
@@ -208,7 +258,8 @@ class Exchange:
             time.sleep(poll_seconds(now - start))
 
     def _missing(self, keys: Sequence[str]) -> list[int]:
-        return [n for n, key in enumerate(keys) if not self._store.check([key])]
+        """Places of the keys that are not there."""
+        return [place for place, key in enumerate(keys) if not self._store.check([key])]
 
 
 class _Failing:
@@ -232,3 +283,14 @@ def _named(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def _told(field: str, values: Mapping[str | None, Sequence[int]]) -> str:
+    """Which ranks have which value of a field."""
+    parts = [f"{_shortened(value)} on {_named(ranks)}" for value, ranks in values.items()]
+    return f"{field} is {' but '.join(parts)}"
+
+
+def _shortened(value: str | None) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"

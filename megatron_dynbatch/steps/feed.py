@@ -12,20 +12,21 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from megatron_dynbatch._version import __version__
+from megatron_dynbatch.errors import DynbatchError
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions
 from megatron_dynbatch.plan.handshake import publish_layout
-from megatron_dynbatch.rollouts import RolloutSource, Sample, SampleIndex
+from megatron_dynbatch.rollouts import RolloutDataError, RolloutSource, Sample, SampleIndex
 from megatron_dynbatch.rollouts.flow import publish_progress
+from megatron_dynbatch.steps.agreement import batch_facts, sample_digests, setting_facts
 from megatron_dynbatch.steps.announce import Announcer, Origins, Staleness, rows_by_batch
 from megatron_dynbatch.steps.cursor import STEP_OPTIONS, Cursor
 from megatron_dynbatch.steps.exchange import Exchange, progress
+from megatron_dynbatch.steps.ledger import Ledger, closing_entry, step_entry
 from megatron_dynbatch.steps.prefetch import OpenBatch, Prefetch
 from megatron_dynbatch.steps.step import Step
 
@@ -33,7 +34,7 @@ BatchNeeded = Callable[[Cursor], None]
 BatchOpened = Callable[[OpenBatch], Mapping[int, Sample]]
 
 
-class BatchTimeout(TimeoutError):
+class BatchTimeout(DynbatchError, TimeoutError):
     """Neither a batch nor the end of the rollouts came in time."""
 
 
@@ -55,6 +56,8 @@ class StepFeed:
         staleness: Which rollouts are too old, and what happens to them.
         keep_batches: Batches to keep before the one that a completed checkpoint stands at; None:
             nothing is deleted.
+        job_facts: Field → value of whatever else must be equal on all ranks; compared once.
+        ledger: Where rank 0 notes which rollouts each step consumed.
         on_batch_needed: Called on every rank when the next batch is not there yet, before waiting.
         on_batch_opened: Called on every rank before the first step of a batch; it may run
             forward-only passes, and returns the samples to train in the place of the batch's.
@@ -75,6 +78,8 @@ class StepFeed:
         lengths_only: bool = False,
         staleness: Staleness | None = None,
         keep_batches: int | None = None,
+        job_facts: Mapping[str, str] | None = None,
+        ledger: Ledger | None = None,
         on_batch_needed: BatchNeeded | None = None,
         on_batch_opened: BatchOpened | None = None,
     ) -> None:
@@ -90,22 +95,20 @@ class StepFeed:
         self.lengths_only = lengths_only
         self.staleness = staleness or Staleness()
         self.keep_batches = keep_batches
+        self.job_facts = dict(job_facts or {})
+        self.ledger = ledger if self.exchange.rank == 0 else None
         self.on_batch_needed = on_batch_needed
         self.on_batch_opened = on_batch_opened
         self.cursor = Cursor()
         self._announcer = Announcer(source, layout, options, self.staleness)
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="pack")
         self._notes = ThreadPoolExecutor(1, thread_name_prefix="notes")
-        self._constant_facts = {
-            "package version": __version__,
-            "options": str(asdict(options)),
-            "layout": str(asdict(layout)),
-        }
         self._batch: OpenBatch | None = None
         self._prefetch: Prefetch | None = None
         self._step: Step | None = None
         self._num_restored = 0
         self._is_published = False
+        self._is_begun = False
 
     @property
     def width(self) -> int | None:
@@ -116,7 +119,7 @@ class StepFeed:
         """Continue at ``cursor``, as saved with a checkpoint.
 
         Raises:
-            ValueError: Options that form steps changed inside a batch.
+            ResumeError: Options that form steps changed inside a batch.
         """
         cursor.check_options(self._step_options())
         self.close()
@@ -164,6 +167,9 @@ class StepFeed:
         del batch.steps[step.step_index]
         size = step.step_global_batch_size
         empty = step.step_plan.num_trained_tokens == 0
+        if self.ledger is not None:
+            entry = step_entry(batch.plan, step.step_index, batch.batch_id, batch.origins)
+            self.ledger.append(entry)
         self.cursor = self.cursor.after_step(size, empty=empty)
         if self.cursor.step_index == len(batch.plan.steps):
             self._close_batch(batch)
@@ -186,6 +192,7 @@ class StepFeed:
                 samples=batch.samples,
                 width=self.width,
                 device=self.device,
+                origins=batch.origins,
             )
         return batch.steps[step_index]
 
@@ -199,6 +206,8 @@ class StepFeed:
             self._prefetch = self._prepare(_cursor_after(self.cursor, batch))
 
     def _close_batch(self, batch: OpenBatch) -> None:
+        if self.ledger is not None:
+            self.ledger.append(closing_entry(batch.plan, batch.origins, self.source, self.cursor))
         self.cursor = _cursor_after(self.cursor, batch)
         self._batch = None
 
@@ -222,6 +231,10 @@ class StepFeed:
 
     def _agreed_batch(self) -> OpenBatch:
         """The batch at the cursor, as all ranks have it."""
+        self.exchange.arrive(f"rank 0 to come to rollout batch {self.cursor.batch_id}")
+        if not self._is_begun:
+            self.exchange.compare({**self._settings(), **self.job_facts})
+            self._is_begun = True
         waiting = f"rank 0 to announce rollout batch {self.cursor.batch_id}"
         patience = self.batch_timeout + self.exchange.timeout
         self._publish_layout()
@@ -241,7 +254,8 @@ class StepFeed:
                 self._raise_timeout,
             )
         self._prefetch = None
-        self.exchange.compare(self._facts(batch))
+        facts, peer_facts = batch_facts(batch, self.cursor, self.dp_rank)
+        self.exchange.compare({**self._settings(), **facts}, peer_facts)
         if self.exchange.rank == 0:
             self.exchange.take_down(self._post_name(batch.batch_id))
             # A note is a file on a slow disk perhaps; training does not wait for it.
@@ -299,7 +313,11 @@ class StepFeed:
         batch.dropped_rollouts += int(np.unique(rollouts).size)
         batch.steps_digest = _steps_digest(plan, batch.origins)
         batch.fingerprint = plan.fingerprint
+        batch.stamps = [self.source.stamp(b) for b in sorted(rows_by_batch(batch.origins))]
         batch.samples = self._read_own_rows(batch.plan, batch.origins, cursor.step_index)
+        if not self.lengths_only:
+            has_all = self.fields is None
+            batch.digests = sample_digests(batch.plan, batch.samples, all_fields=has_all)
         if self.staleness.policy == "train" and message["stale_rollouts"]:
             _check_log_probs(batch, self.fields)
         if cursor.step_index < len(batch.plan.steps):
@@ -321,7 +339,7 @@ class StepFeed:
             seen = (sample.total_length, sample.mask_sum)
             planned = (int(plan.index.total_lengths[row]), int(plan.index.mask_sums[row]))
             if seen != planned:
-                raise ValueError(
+                raise RolloutDataError(
                     f"row {own_row} of rollout batch {batch} in {self.source} has (length, trained "
                     f"tokens) {seen} but was planned with {planned}: the batch changed after it "
                     "was announced"
@@ -334,13 +352,8 @@ class StepFeed:
             batch.samples = dict(samples)
             batch.steps.clear()
 
-    def _facts(self, batch: OpenBatch) -> dict[str, str]:
-        """What must be equal on all ranks before a batch is trained."""
-        return {
-            **self._constant_facts,
-            "plan": batch.fingerprint,
-            "cursor": str(self.cursor.to_dict()),
-        }
+    def _settings(self) -> dict[str, str]:
+        return setting_facts(self.options, self.layout, self.staleness)
 
     def _publish_layout(self) -> None:
         if not self._is_published and self.exchange.rank == 0:
@@ -378,7 +391,7 @@ def _check_log_probs(batch: OpenBatch, fields: Collection[str] | None) -> None:
     for row, sample in batch.samples.items():
         if sample.rollout_log_probs is None and sample.mask_sum:
             origin, own_row = batch.origins[row]
-            raise ValueError(
+            raise RolloutDataError(
                 f"row {own_row} of rollout batch {origin} has no rollout_log_probs: rollouts older "
                 "than the staleness limit can be trained only with importance weights; give them, "
                 "or let stale rollouts be dropped"

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dynbatch.plan import Plan
@@ -40,6 +40,8 @@ class OpenBatch:
         dropped_rollouts: Rollouts that are left out.
         steps_digest: Hash of which samples each step has; "" if nothing of the batch is trained.
         first_step: The step of the plan at which this run begins with the batch.
+        stamps: What tells each batch that the plan draws on from any other of its number.
+        digests: What was read → hash of what this rank has of it.
     """
 
     batch_id: int
@@ -53,6 +55,8 @@ class OpenBatch:
     carried: tuple[tuple[int, int], ...] = ()
     dropped_rollouts: int = 0
     steps_digest: str = ""
+    stamps: list[str] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 class Cancelled(Exception):

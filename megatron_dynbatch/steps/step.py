@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import fields, replace
 from functools import cached_property
@@ -34,6 +34,7 @@ class Step:
         samples: Plan row → sample, for the rows of this DP rank.
         width: Laid-out tokens of every micro-batch, or None for each its own length.
         device: Where tensors go.
+        origins: (batch, row) of each plan row; None: those of `batch_id`.
 
     Attributes:
         wait_seconds: How long the training waited for this step to open.
@@ -50,6 +51,7 @@ class Step:
         samples: Mapping[int, Sample],
         width: int | None,
         device: torch.device | str,
+        origins: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.plan = plan
         self.step_index = step_index
@@ -60,6 +62,7 @@ class Step:
         self.width = width
         self.device = torch.device(device)
         self.wait_seconds = 0.0
+        self._origins = origins
         self._on_host: dict[int, Future[HostBatch]] = {}
         self._built: dict[int, MicroBatch] = {}
 
@@ -67,6 +70,13 @@ class Step:
     def step_plan(self) -> StepPlan:
         """The plan of this step alone."""
         return self.plan.steps[self.step_index]
+
+    def sample_name(self, row: int) -> str:
+        """What a plan row is called in messages: its place in the rollout files, its rollout."""
+        batch, own_row = (self.batch_id, row) if self._origins is None else self._origins[row]
+        rollout = int(self.plan.index.rollout_ids[row])
+        named = "a rollout of its own" if rollout < 0 else f"rollout {rollout}"
+        return f"row {own_row} of rollout batch {batch} ({named})"
 
     @property
     def step_global_batch_size(self) -> int:

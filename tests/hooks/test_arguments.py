@@ -88,7 +88,7 @@ def test_wrong_command_lines_are_told_before_training(directory: Path, tmp_path:
         (flags(directory, without="--rollouts-per-step"), "needs --rollouts-per-step"),
         (flags(directory, without="--max-tokens-per-gpu"), "needs --max-tokens-per-gpu"),
         (flags(directory, "--rollouts-per-step", "0"), "expected a positive integer or 'batch'"),
-        (flags(directory, "--rollouts-per-step", "batch"), "needs --train-samples"),
+        (flags(directory, "--rollouts-per-step", "batch"), "goes with --train-samples"),
         (flags(directory, "--global-batch-size", "8"), "--global-batch-size 8 does not fit"),
         (flags(directory, "--micro-batch-size", "2"), "--micro-batch-size 2"),
         (flags(directory, "--seq-length", "128"), "--seq-length 128 must be"),

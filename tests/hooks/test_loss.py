@@ -42,7 +42,9 @@ def golden(reduction: str = "rollout") -> tuple[MicroBatch, torch.Tensor]:
 
 def run(per_token: bool = False) -> Any:
     return SimpleNamespace(
-        layout=ParallelLayout(), args=SimpleNamespace(calculate_per_token_loss=per_token)
+        layout=ParallelLayout(),
+        args=SimpleNamespace(calculate_per_token_loss=per_token),
+        loss_sums=[],
     )
 
 

@@ -102,7 +102,7 @@ def test_not_a_rollout_directory(tmp_path: Path, content: Any) -> None:
     ("marker", "message"),
     [
         ('{"format": "megatron-dynbatch rollouts", "version": 1}', "has format version 1"),
-        ('{"format": "else", "version": 2}', "not a rollout directory"),
+        ('{"format": "else", "version": 3}', "not a rollout directory"),
         ("[]", "not a rollout directory"),
         ("{", "not valid JSON"),
     ],

@@ -1,0 +1,171 @@
+"""The ledger: which rollouts each finished step consumed, so that anyone can add them up.
+
+One JSON object a line, appended by rank 0 when a step is finished or a batch is closed. A run that
+was killed and continued from a checkpoint writes the steps after that checkpoint again;
+`read_ledger` keeps, of each place in the stream, what was written last, which is what the weights
+hold. A rollout is named by its batch and the row of one of its samples there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dynbatch.plan import Plan
+from megatron_dynbatch.rollouts import RolloutSource, SampleIndex
+from megatron_dynbatch.steps.cursor import Cursor
+
+type Rollout = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line.
+
+    Attributes:
+        batch_id: The batch whose plan was at work.
+        step_index: The step; the number of steps where the batch was closed.
+        consumed: Rollouts of the finished step.
+        dropped: Rollouts of a closed batch that no step will ever train.
+        trained_tokens: N of the step.
+    """
+
+    batch_id: int
+    step_index: int
+    consumed: tuple[Rollout, ...] = ()
+    dropped: tuple[Rollout, ...] = ()
+    trained_tokens: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where in the stream of steps it stands."""
+        return self.batch_id, self.step_index
+
+
+class Ledger:
+    """Appends entries to a file.
+
+    Args:
+        path: The file; made at the first entry.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def append(self, entry: Entry) -> None:
+        """Add a line, as a whole, whatever happens to the process afterwards."""
+        values = {"batch_id": entry.batch_id, "step_index": entry.step_index}
+        values |= {"consumed": entry.consumed, "dropped": entry.dropped}  # type: ignore[dict-item]
+        values |= {"trained_tokens": entry.trained_tokens}
+        line = json.dumps(values, separators=(",", ":")) + "\n"
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+
+def read_ledger(path: str | os.PathLike[str]) -> list[Entry]:
+    """The entries that count, in the order of the stream."""
+    entries: list[Entry] = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                break  # the machine went down while it was written
+            entry = _entry(json.loads(line))
+            while entries and entries[-1].place >= entry.place:
+                entries.pop()
+            entries.append(entry)
+    return entries
+
+
+def imbalance(entries: Iterable[Entry], source: RolloutSource, num_batches: int) -> list[str]:
+    """What is wrong if every rollout of the first batches should be there exactly once.
+
+    Returns:
+        One sentence per rollout that is missing or there more than once; empty if all balances.
+    """
+    indices = [source.index(batch_id) for batch_id in range(num_batches)]
+    counts = Counter({(b, r): 0 for b, i in enumerate(indices) for r in range(i.num_rollouts)})
+    for entry in entries:
+        for batch, row in (*entry.consumed, *entry.dropped):
+            counts[batch, int(indices[batch].rollout_indices[row])] += 1
+    return [
+        f"rollout {rollout} (in order of appearance) of batch {batch} is there {count} times"
+        for (batch, rollout), count in sorted(counts.items())
+        if count != 1
+    ]
+
+
+def rollouts_of(index: SampleIndex, batch_id: int) -> list[Rollout]:
+    """Names of a batch's rollouts."""
+    first_rows = np.unique(index.rollout_indices, return_index=True)[1]
+    return [(batch_id, int(row)) for row in sorted(first_rows)]
+
+
+def step_entry(plan: Plan, step_index: int, batch_id: int, origins: list[Rollout]) -> Entry:
+    """The line of a finished step; `origins` is (batch, row) of each plan row."""
+    step = plan.steps[step_index]
+    consumed = _names(plan, step.samples.tolist(), origins)
+    return Entry(batch_id, step_index, consumed, trained_tokens=step.num_trained_tokens)
+
+
+def closing_entry(
+    plan: Plan | None, origins: list[Rollout], source: RolloutSource, cursor: Cursor
+) -> Entry:
+    """The line of a closed batch: what it leaves out, by its plan or because it was too old.
+
+    A rollout of which some samples were trained, or carried, is not dropped.
+
+    Args:
+        plan: None if nothing of the batch is trained.
+        origins: (batch, row) of each plan row.
+        source: Has the batch, unless only the end was there.
+        cursor: At the end of the batch.
+    """
+    offered, batch_id = set(origins), cursor.batch_id
+    left_out = [name for name in cursor.carried if name not in offered]  # too old by now
+    if source.state(batch_id) == "present":
+        own = rollouts_of(source.index(batch_id), batch_id)
+        left_out += [name for name in own if name not in offered]
+    dropped = _one_each(left_out, source)
+    if plan is not None:
+        kept = [row for step in plan.steps for row in step.samples.tolist()] + list(plan.carried)
+        taken = set(_names(plan, kept, origins))
+        dropped += tuple(n for n in _names(plan, plan.dropped, origins) if n not in taken)
+    return Entry(batch_id, cursor.step_index, dropped=dropped)
+
+
+def _names(plan: Plan, rows: Iterable[int], origins: list[Rollout]) -> tuple[Rollout, ...]:
+    first_rows = np.unique(plan.index.rollout_indices, return_index=True)[1]
+    found = dict.fromkeys(int(first_rows[plan.index.rollout_indices[row]]) for row in rows)
+    return tuple(origins[row] for row in sorted(found))
+
+
+def _one_each(names: list[Rollout], source: RolloutSource) -> tuple[Rollout, ...]:
+    """One name for each rollout that these samples belong to."""
+    rollouts: dict[tuple[int, int], Rollout] = {}
+    for batch, row in names:
+        rollout = int(source.index(batch).rollout_indices[row])
+        rollouts.setdefault((batch, rollout), (batch, row))
+    return tuple(rollouts.values())
+
+
+def _entry(values: dict[str, Any]) -> Entry:
+    def names(key: str) -> tuple[Rollout, ...]:
+        return tuple((int(batch), int(row)) for batch, row in values[key])
+
+    return Entry(
+        values["batch_id"],
+        values["step_index"],
+        names("consumed"),
+        names("dropped"),
+        values["trained_tokens"],
+    )

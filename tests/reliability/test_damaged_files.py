@@ -1,0 +1,26 @@
+"""Damaged files never crash, and are never taken for whole; `make fuzz` reads more of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.pool import ROOT
+
+COUNT = 20_000 if os.environ.get("FUZZ") == "full" else 150
+
+
+def test_damaged_files_are_our_errors_or_read_right() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.reliability.damage", "0", str(COUNT)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    tail = run.stderr[-2000:]
+    assert run.returncode == 0, f"ended with {run.returncode} (negative: a signal):\n{tail}"
+    met = json.loads(run.stdout)
+    assert met["RolloutDataError"] > COUNT / 2 and met["PlanError"] > COUNT / 2
+    assert met["read"] > 0
