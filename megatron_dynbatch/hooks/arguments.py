@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_dynbatch.errors import OptionError
-from megatron_dynbatch.hooks.horizon import imply_unknown_total
+from megatron_dynbatch.hooks.horizon import check_unknown_total, imply_unknown_total
 from megatron_dynbatch.hooks.refusals import refusals
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.plan.options import (
@@ -213,6 +213,7 @@ def settle_args(args: argparse.Namespace) -> None:
         )
     options_from_args(args).capacity(layout_from_args(args))
     staleness_from_args(args)
+    check_unknown_total(args)
     if args.keep_batches is not None and args.keep_batches < 0:
         raise OptionError(
             f"--keep-batches {args.keep_batches}: give a number of batches, 0 or more"

@@ -29,12 +29,14 @@ TOLERANCE = 0.01
 
 
 def imply_unknown_total(args: argparse.Namespace) -> None:
-    """Set what Megatron needs where neither --train-samples nor --train-iters is given.
+    """Set what Megatron needs where neither --train-samples nor --train-iters is given."""
+    if not (args.train_samples or args.train_iters):
+        args.train_samples = UNBOUNDED
 
-    Raises:
-        OptionError: A schedule needs a length that is not given.
-    """
-    if args.train_samples or args.train_iters:
+
+def check_unknown_total(args: argparse.Namespace) -> None:
+    """Raise OptionError if a schedule needs a length that is not given."""
+    if args.train_samples != UNBOUNDED:
         return
     without_horizon = args.lr_decay_samples is None
     if without_horizon and args.lr_decay_style != "constant":
@@ -53,7 +55,6 @@ def imply_unknown_total(args: argparse.Namespace) -> None:
             f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --train-samples (in "
             "rollouts): weight decay rises until the end of training"
         )
-    args.train_samples = UNBOUNDED
 
 
 class HorizonWarning:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynbatch.hooks.arguments import imply
+from megatron_dynbatch.hooks.horizon import check_unknown_total
 from megatron_dynbatch.hooks.loss import weighted_output
 from megatron_dynbatch.layout import build_micro_batch
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, make_plan
@@ -98,7 +99,13 @@ def flags(**changed: Any) -> BadInput:
         "seq_length": None, "lr_decay_samples": None, "lr_decay_style": "linear",
         "lr_warmup_fraction": None, "weight_decay_incr_style": "constant",
     }  # fmt: skip
-    return lambda path: imply(argparse.Namespace(**{**values, **changed}))
+
+    def check(path: Path) -> None:
+        args = argparse.Namespace(**{**values, **changed})
+        imply(args)
+        check_unknown_total(args)
+
+    return check
 
 
 OPTION_ERRORS: dict[str, BadInput] = {
