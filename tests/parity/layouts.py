@@ -52,13 +52,10 @@ class Layout:
 
 
 # Those of up to two processes, and one of each kind with four.
-FAST = (
+FAST = (Layout(dp=2), Layout(pp=2), Layout(pp=2, vpp=2), Layout(cp=2), Layout(tp=2))
+# Marked slow.
+SLOW = (
     Layout(),
-    Layout(dp=2),
-    Layout(pp=2),
-    Layout(pp=2, vpp=2),
-    Layout(cp=2),
-    Layout(tp=2),
     Layout(tp=2, sequence_parallel=True),
     Layout(pp=2, cp=2),
     Layout(tp=2, cp=2, sequence_parallel=True),

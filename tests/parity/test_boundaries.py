@@ -41,7 +41,11 @@ def register(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [(Layout(dp=2), {}), (Layout(pp=2), {}), (Layout(dp=2), GATHERED)],
+    [
+        (Layout(dp=2), {}),
+        pytest.param(Layout(pp=2), {}, marks=pytest.mark.slow),
+        pytest.param(Layout(dp=2), GATHERED, marks=pytest.mark.slow),
+    ],
     ids=["DP2", "PP2", "DP2-gathered"],
 )
 def test_the_policy_seam_sees_current_weights_whenever_a_batch_is_needed(
@@ -61,7 +65,9 @@ def test_the_policy_seam_sees_current_weights_whenever_a_batch_is_needed(
         assert tensor_deviation(weights, expected) < 1e-4
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=name_of)
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2), pytest.param(Layout(pp=2), marks=pytest.mark.slow)], ids=name_of
+)
 def test_training_ends_with_the_rollouts_and_saves(
     layout: Layout, rollout_path: Path, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.parity.compare import deviations
 from tests.parity.job import OWN_SCRIPT, Cell, run_cell
-from tests.parity.layouts import FAST, REST, Layout
+from tests.parity.layouts import FAST, REST, SLOW, Layout
 from tests.parity.page import Found
 from tests.parity.reference import Recipe, ReferenceStep
 from tests.parity.rollouts import batch_flags
@@ -52,7 +52,13 @@ def test_a_stock_script_equals_the_independent_loop(
 
 
 @pytest.mark.parametrize(
-    "layout", [*FAST, *(pytest.param(layout, marks=full) for layout in REST)], ids=name_of
+    "layout",
+    [
+        *FAST,
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW),
+        *(pytest.param(layout, marks=full) for layout in REST),
+    ],
+    ids=name_of,
 )
 def test_float64_gradients_equal_those_of_the_independent_loop(
     layout: Layout, rollout_path: Path, reference: Reference, record: Record

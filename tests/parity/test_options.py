@@ -86,6 +86,7 @@ def bar_of(choice: dict[str, Any]) -> float:
     return 1e-9 if choice["head"] == "logits" else 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CELLS, ids=name_of)
 def test_every_pair_of_options_equals_the_independent_loop(
     choice: dict[str, Any],

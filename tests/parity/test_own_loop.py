@@ -15,7 +15,11 @@ from tests.parity.test_layouts import Record, Reference, name_of
 from tests.pool import run_ranks
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2), Layout(tp=2, cp=2)], ids=name_of)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2), Layout(pp=2), pytest.param(Layout(tp=2, cp=2), marks=pytest.mark.slow)],
+    ids=name_of,
+)
 def test_an_own_loop_equals_the_independent_loop(
     layout: Layout, short_path: Path, short_reference: Reference, record: Record
 ) -> None:

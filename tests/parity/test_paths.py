@@ -19,6 +19,8 @@ from tests.parity.rollouts import SHORT_SIZES, batch_flags, make_steps
 from tests.parity.test_layouts import Record, Reference, name_of
 from tests.pool import run_ranks
 
+slow = pytest.mark.slow
+
 SHORT = Recipe(decay=sum(SHORT_SIZES))
 EXACT = Recipe(decay=sum(SHORT_SIZES), clip_grad=0.0, epsilon=1e-8)
 
@@ -43,7 +45,9 @@ def assert_exact(
     assert max(found["learning rate"], found["consumed"]) < 1e-12
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2, cp=2)], ids=name_of)
+@pytest.mark.parametrize(
+    "layout", [Layout(pp=2), pytest.param(Layout(tp=2, cp=2), marks=slow)], ids=name_of
+)
 def test_recomputed_activations(
     layout: Layout, short_path: Path, short_reference: Reference, record: Record
 ) -> None:
@@ -58,7 +62,9 @@ def test_recomputed_activations(
     assert_exact(run_cell(cell), short_reference, record, row)
 
 
-@pytest.mark.parametrize("width", [48, 128, 256])
+@pytest.mark.parametrize(
+    "width", [48, pytest.param(128, marks=slow), pytest.param(256, marks=slow)]
+)
 def test_padding_changes_nothing(
     width: int, short_path: Path, short_reference: Reference, record: Record
 ) -> None:
@@ -68,7 +74,11 @@ def test_padding_changes_nothing(
     assert_exact(run_cell(cell), short_reference, record, row)
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(cp=2)], ids=name_of)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2), *(pytest.param(x, marks=slow) for x in (Layout(tp=2), Layout(cp=2)))],
+    ids=name_of,
+)
 def test_every_metric_of_a_policy_loss(
     layout: Layout, short_path: Path, short_reference: Reference, record: Record
 ) -> None:
@@ -130,7 +140,9 @@ def reject_a_loss(fatal: bool) -> None:
     RerunStateMachine.validate_result = validate_result
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2, vpp=2)], ids=name_of)
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2), pytest.param(Layout(pp=2, vpp=2), marks=slow)], ids=name_of
+)
 def test_a_step_replayed_in_place_trains_once(
     layout: Layout, short_path: Path, short_reference: Reference
 ) -> None:
@@ -142,6 +154,7 @@ def test_a_step_replayed_in_place_trains_once(
     assert max(found["learning rate"], found["consumed"]) < 1e-12
 
 
+@slow
 def test_a_step_run_again_from_a_checkpoint_trains_once(
     short_path: Path, tmp_path: Path, short_reference: Reference
 ) -> None:
@@ -193,7 +206,9 @@ def note_evaluations() -> None:
     training.evaluate = evaluate_and_note
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=name_of)
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2), pytest.param(Layout(pp=2), marks=slow)], ids=name_of
+)
 def test_evaluation_is_what_it_is_without_the_plugin(layout: Layout, short_path: Path) -> None:
     # With a vanishing learning rate both evaluate the initial weights.
     recipe = Recipe(learning_rate=1e-30, decay=100)
@@ -242,7 +257,9 @@ def run_twice(cell: Cell) -> tuple[Observed, Observed]:
     return first, run_rank(cell)
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=name_of)
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2), pytest.param(Layout(pp=2), marks=slow)], ids=name_of
+)
 def test_a_second_training_in_one_process_is_like_the_first(
     layout: Layout, short_path: Path, short_reference: Reference, record: Record
 ) -> None:

@@ -143,7 +143,10 @@ def assert_equal(observed: list[Observed], reference: list[ReferenceStep]) -> No
     assert found["consumed"] == 0
 
 
-@pytest.mark.parametrize("leftover", STEPS)
+@pytest.mark.parametrize(
+    "leftover",
+    [x if x == "partial" else pytest.param(x, marks=pytest.mark.slow) for x in STEPS],
+)
 def test_resumed_training_goes_on_at_the_next_rollout(
     leftover: str, batches: list[list[Example]], path: Path, tmp_path: Path
 ) -> None:
@@ -159,6 +162,7 @@ def test_resumed_training_goes_on_at_the_next_rollout(
     assert_equal(second, reference[2:])
 
 
+@pytest.mark.slow
 def test_saved_under_one_layout_and_resumed_under_another(
     batches: list[list[Example]], path: Path, tmp_path: Path
 ) -> None:
@@ -172,6 +176,7 @@ def test_saved_under_one_layout_and_resumed_under_another(
     assert_cursors(second, batches, "partial", slice(4, None))
 
 
+@pytest.mark.slow
 def test_options_that_form_steps_must_not_change_inside_a_batch(path: Path, tmp_path: Path) -> None:
     run(path, Layout(), "partial", save=tmp_path, save_interval=100, exit_interval=1)
     with pytest.raises(AssertionError, match="planned with leftover='partial', but now"):
