@@ -7,7 +7,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.pool import ROOT
+
+pytestmark = pytest.mark.slow
 
 COUNT = 20_000 if os.environ.get("FUZZ") == "full" else 150
 

@@ -32,6 +32,8 @@ QUIET = {
 
 REDUCTIONS = ["rollout", "sample", "token", "group", "constant"]
 
+pytestmark = pytest.mark.slow
+
 
 @st.composite
 def settings_of_plans(draw: st.DrawFn) -> tuple[ParallelLayout, PlanOptions]:

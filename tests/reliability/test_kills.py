@@ -31,6 +31,8 @@ MANY = [
 ]
 CASES = MANY if os.environ.get("KILLS") == "full" else FEW
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:

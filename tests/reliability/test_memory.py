@@ -28,6 +28,8 @@ NUM_STEPS = 500
 FIRST_STEP = 200  # until then caches fill and the allocator meets its largest shapes
 MOST_KB_PER_STEP = 20.0
 
+pytestmark = pytest.mark.slow
+
 
 def write_varying(path: Path, num_batches: int) -> None:
     """Batches of 1 to 12 rollouts of 2 to 60 tokens."""

@@ -50,6 +50,7 @@ def kill(rollouts: RayRollouts) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_cluster_of_one_machine_listens_on_loopback_only() -> None:
     own = {child.pid for child in psutil.Process().children(recursive=True)}
     listening = [
