@@ -142,6 +142,7 @@ def _after_parsing(parser: argparse.ArgumentParser) -> None:
 
 
 def imply(args: argparse.Namespace) -> None:
+    """Set what follows from our flags; OptionError where other flags contradict them."""
     for flag in ("rollout_path", "rollouts_per_step", "max_tokens_per_gpu"):
         if getattr(args, flag) is None:
             raise OptionError(f"--dynamic-global-batch needs --{flag.replace('_', '-')}")

@@ -137,6 +137,7 @@ class _RolloutTable:
         return np.sqrt(np.bincount(self.group_of_rollout, centred**2) / self.sizes)
 
     def spread(self, values: Float64, has_signal: NDArray[np.bool_]) -> Advantages:
+        """Values of rollouts, given to each of their samples."""
         single = self.sizes == 1
         return Advantages(
             values=values[self.rollout_of_sample],
