@@ -50,8 +50,9 @@ class DirectoryMarker:
                 names = self._foreign_names()
             if not names:
                 return False
-            # Batches without the marker: a shared file system that is not up to date.
-            may_follow = any(self._batch_name.fullmatch(name) for name in names)
+            # The marker was made between the two looks; or batches show before it, on a shared file
+            # system that is not up to date.
+            may_follow = any(n == _MARKER or self._batch_name.fullmatch(n) for n in names)
             if not may_follow or time.monotonic() >= deadline:
                 raise RolloutDataError(
                     f"{self._path} is not a rollout directory: it holds {names[0]!r} but no "

@@ -276,6 +276,19 @@ def test_writers_racing_with_the_end_lose_no_batch(tmp_path: Path) -> None:
         assert directory.state(num_batches) == "end"
 
 
+def test_a_marker_made_between_two_looks_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def another_writer_was_first(path: Path) -> list[str]:
+        monkeypatch.undo()
+        RolloutDirectory(tmp_path).write(golden_samples())
+        return os.listdir(path)
+
+    directory = RolloutDirectory(tmp_path)
+    monkeypatch.setattr("megatron_dynbatch.rollouts.marker.os.listdir", another_writer_was_first)
+    assert directory.finish() == 1
+
+
 def test_readable_by_others_as_the_umask_says(tmp_path: Path) -> None:
     umask = os.umask(0o022)
     try:
