@@ -1,10 +1,12 @@
 """Bytes that torch operations read and write, counted as they are dispatched."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ATEN = torch.ops.aten
@@ -60,6 +62,40 @@ class Cache:
             self.missed += oldest if dirty else 0
 
 
+class Addresses:
+    """Where tensors lie, if memory that was freed is taken again by the next storage of its size.
+
+    Real addresses differ from run to run, and with them what a cache holds.
+    """
+
+    def __init__(self) -> None:
+        self._end = 0
+        self._places: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+
+    def of(self, tensor: Tensor) -> int:
+        """Address of a tensor's first element."""
+        storage = tensor.untyped_storage()
+        place = self._places.get(storage._cdata)
+        if place is None or place[0].expired():
+            self._collect()
+            place = (StorageWeakRef(storage), self._take(storage.nbytes()), storage.nbytes())
+            self._places[storage._cdata] = place
+        return place[1] + tensor.storage_offset() * tensor.element_size()
+
+    def _collect(self) -> None:
+        for key, (reference, start, size) in list(self._places.items()):
+            if reference.expired():
+                self._free[size].append(start)
+                del self._places[key]
+
+    def _take(self, size: int) -> int:
+        if self._free[size]:
+            return self._free[size].pop()
+        self._end += size
+        return self._end - size
+
+
 class TrafficCounter(TorchDispatchMode):
     """Counts bytes of arguments and results; views and allocations cost nothing.
 
@@ -72,6 +108,7 @@ class TrafficCounter(TorchDispatchMode):
         super().__init__()
         self.total = 0
         self._cache = Cache(cache_bytes)
+        self._addresses = Addresses()
 
     @property
     def missed(self) -> int:
@@ -107,7 +144,7 @@ class TrafficCounter(TorchDispatchMode):
 
     def _add(self, tensor: Tensor, write: bool) -> None:
         self.total += tensor.nbytes
-        self._cache.access(tensor.data_ptr(), tensor.nbytes, write)
+        self._cache.access(self._addresses.of(tensor), tensor.nbytes, write)
 
 
 def _tensors(values: Any) -> list[Tensor]:
