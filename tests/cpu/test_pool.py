@@ -42,7 +42,7 @@ def test_results_come_in_rank_order_from_one_world(size: int) -> None:
         ("raise", "no such thing"),
         ("exit", "SystemExit: 3"),
         ("die", "rank 1: died with exit code 9"),
-        ("hang", "no result within 15 s"),
+        pytest.param("hang", "no result within 15 s", marks=pytest.mark.slow),
     ],
 )
 def test_failing_rank_ends_the_job_and_not_the_next(how: str, message: str) -> None:

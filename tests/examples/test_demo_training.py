@@ -52,6 +52,7 @@ def test_generator_agrees_with_megatron_in_every_layout(layout: str, tmp_path: P
     assert len({step["num_samples"] for step in steps}) > 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_what_was_lost(tmp_path: Path) -> None:
     run = SeedRun(tmp_path / "seed", 1, Settings(steps=7, groups=6))
     whole = train_policy(run)

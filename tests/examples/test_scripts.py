@@ -80,6 +80,7 @@ def assert_same(found: Numbers, expected: Numbers) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_three_ways_in_give_the_same_numbers(rollouts: Path) -> None:
     """Whatever the two ranks share: the data, or the layers of the model."""
     pipeline = ("--pipeline-model-parallel-size", "2")

@@ -12,6 +12,8 @@ from tests.reduce.test_kernels_on_host import ORDERS, assert_equal, random_batch
 from tests.reduce.test_policy_loss import TABLE, inputs
 from tests.reduce.test_vocabulary_kernels import check, random_rows
 
+pytestmark = pytest.mark.slow
+
 SMALL = r"sums\w*_float32(_8)?,|token_weights|policy_loss"
 BARRIER = ("common.cuh", "    __syncthreads();\n    Sum result;", "    Sum result;")
 ARRIVAL = (

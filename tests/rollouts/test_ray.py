@@ -20,6 +20,7 @@ from megatron_dynbatch.steps import StepFeed
 from tests.rollouts.helpers import assert_same_samples, random_samples
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
 
 from megatron_dynbatch.rollouts.ray_transport import RayRollouts, encode_part  # noqa: E402
 
@@ -50,7 +51,6 @@ def kill(rollouts: RayRollouts) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
 def test_a_cluster_of_one_machine_listens_on_loopback_only() -> None:
     own = {child.pid for child in psutil.Process().children(recursive=True)}
     listening = [
