@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Generate in Ray workers and train, at the same time."""
     args = parse_arguments(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    # A cluster of this machine alone listens on loopback only.
+    # Ray of this machine alone needs no address that others can reach.
     own = {} if args.address else {"_node_ip_address": "127.0.0.1"}
     ray.init(address=args.address, include_dashboard=False, log_to_driver=False, **own)
     run_name = f"grpo-{time.time_ns()}"
