@@ -20,7 +20,7 @@ help:
 
 install: $(INSTALLED)  ## make .venv with the package and all that tests and demo need
 
-test: lint  ## lint, types and the tests, but the slow ones (ten minutes)
+test: lint $(OTHER_MEGATRONS)  ## lint, types and the tests, but the slow ones (ten minutes)
 	$(PYTEST) -m "not slow" tests
 
 test-slow: $(OTHER_MEGATRONS)  ## what test leaves out: other Megatron versions and plugins, experts, long runs
