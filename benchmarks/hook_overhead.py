@@ -1,9 +1,10 @@
 """What the plugin costs per step: fixed batches in stock Megatron, and the same through the plugin.
 
-    python -m benchmarks.hook_overhead [--iterations 40]
+    python -m benchmarks.hook_overhead
 
-One process, one training with the real `megatron.training.pretrain` and the unmodified script
-`examples/pretrain_gpt_sft.py`, on the CPU. Every iteration runs Megatron's `train_step` three
+Two trainings with the real `megatron.training.pretrain` and the unmodified script
+`examples/pretrain_gpt_sft.py`, on the CPU: a larger model for the ratio, and one so small that
+microseconds are not lost in the noise. Every iteration runs Megatron's `train_step` three
 times, in changing order: stock (hooks uninstalled, Megatron's own calculator, batches made
 beforehand), plugin, and stock again. Stock against stock is the noise floor. What the plugin does
 between steps (opening, counting, reporting) is timed apart and added to its arm.
@@ -27,6 +28,8 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,8 @@ SCRIPT = REPOSITORY / "examples" / "pretrain_gpt_sft.py"
 VOCAB_SIZE = 127
 SAMPLES_PER_MICRO_BATCH = 8
 STEPS_PER_BATCH = 8
+LARGER = {"layers": 4, "hidden": 128, "seq_length": 512, "iterations": 20}
+SMALLER = {"layers": 1, "hidden": 32, "seq_length": 256, "iterations": 120}
 WARM_UP = 3
 """Iterations that are not counted."""
 
@@ -67,6 +72,7 @@ class Contest:
         self.profile = cProfile.Profile(time.thread_time)
         self._orders = itertools.cycle(itertools.permutations(("stock", "plugin", "stock again")))
         self._between = np.zeros(2)
+        self._swapped = Swapped()
 
     def around(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's `train_step`, once per arm; the plugin's answer counts."""
@@ -97,10 +103,9 @@ class Contest:
                     arguments = (data_iterator, *rest, forward_backward)
                     answer = self._timed(arm, train_step, forward_step_func, *arguments, **named)
                 else:
-                    with stock_megatron(self.num_microbatches) as own_schedule:
+                    with self._swapped.stock(self.num_microbatches) as own_schedule:
                         arguments = (batches(), *rest, own_schedule)
                         self._timed(arm, train_step, forward_step_func, *arguments, **named)
-                    self.watch_between()
             return answer
 
         return run_all
@@ -126,13 +131,12 @@ class Contest:
         return lambda: RerunDataIterator(iter([dict(batch) for batch in made]))
 
     def watch_between(self) -> None:
-        """Time the handlers that run between steps; they are put in place anew by `install`."""
+        """Time the handlers that run between steps."""
         from megatron.training import training
 
         handlers = training.__dict__["__dynbatch_sites__"]
         for name in ("loop condition", "logged batch size", "consumed samples"):
-            if not hasattr(handlers[name], "__wrapped__"):
-                handlers[name] = self._timed_handler(handlers[name])
+            handlers[name] = self._timed_handler(handlers[name])
 
     def _timed_handler(self, handler: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(handler)
@@ -159,27 +163,36 @@ class Contest:
         Step._make_on_host = timed  # type: ignore[method-assign]
 
 
-@contextlib.contextmanager
-def stock_megatron(num_microbatches: int) -> Iterator[Callable[..., Any]]:
-    """Megatron without any hook; gives its own schedule. The run goes on afterwards."""
-    from megatron.core import num_microbatches_calculator as calculators
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+class Swapped:
+    """Everything that `install` changed in Megatron: as it was, and as it is now.
 
-    from megatron_dynbatch import hooks
-    from megatron_dynbatch.hooks.seams import uninstall_seams
-    from megatron_dynbatch.hooks.sites import uninstall_sites
+    Putting hooks in place anew for every step would leave them cold, which a training never sees.
+    """
 
-    uninstall_seams()
-    uninstall_sites()
-    ours = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR = calculators.ConstantNumMicroBatchesCalculator(
-        num_microbatches, 1, 1, False, 0
-    )
-    try:
-        yield get_forward_backward_func()
-    finally:
-        calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR = ours
-        hooks.install()
+    def __init__(self) -> None:
+        from megatron_dynbatch.hooks import seams, sites
+
+        self._places = [
+            (*seams._owner(seam), stock, ours) for seam, (stock, ours) in seams._INSTALLED.items()
+        ] + [(f, "__code__", swap.original, swap.ours) for f, swap in sites._INSTALLED.items()]
+
+    @contextlib.contextmanager
+    def stock(self, num_microbatches: int) -> Iterator[Callable[..., Any]]:
+        """Megatron without any hook; gives its own schedule."""
+        from megatron.core import num_microbatches_calculator as calculators
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        ours = calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+        constant = calculators.ConstantNumMicroBatchesCalculator(num_microbatches, 1, 1, False, 0)
+        calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR = constant
+        for owner, name, stock, _ in self._places:
+            setattr(owner, name, stock)
+        try:
+            yield get_forward_backward_func()
+        finally:
+            calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR = ours
+            for owner, name, _, hooked in self._places:
+                setattr(owner, name, hooked)
 
 
 def write_rollouts(path: Path, num_steps: int, per_step: int, seq_length: int) -> None:
@@ -237,8 +250,8 @@ def compete(options: argparse.Namespace) -> Contest:
     return contest
 
 
-def show(contest: Contest) -> bool:
-    """Print the tables; whether the bars hold."""
+def show(contest: Contest) -> tuple[float, float]:
+    """Print the table; ratio and microseconds per micro-batch of the median CPU time."""
     m = contest.num_microbatches
     stock, plugin, again = (
         np.array(contest.times[arm])[WARM_UP:] for arm in ("stock", "plugin", "stock again")
@@ -247,7 +260,7 @@ def show(contest: Contest) -> bool:
     print(f"{len(stock)} iterations of {m} micro-batches; times per micro-batch")
     print(f"{'':18}{'stock ms':>10}{'plugin/stock':>14}{'stock/stock':>13}{'plugin us':>11}"
           f"{'of it between steps':>21}{'stock-stock us':>16}")  # fmt: skip
-    met = True
+    figures = 1.0, 0.0
     for name, column, pick in (
         ("wall, median", 0, statistics.median),
         ("CPU, median", 1, statistics.median),
@@ -261,14 +274,14 @@ def show(contest: Contest) -> bool:
         if name == "CPU, median":  # each iteration against itself: load that drifts drops out
             ratio = pick((plugin + between)[:, column] / stock[:, column])
             null = pick(again[:, column] / stock[:, column])
-            met = ratio <= RATIO_BAR and extra <= MICROSECONDS_BAR
+            pairs = (plugin + between - (stock + again) / 2)[:, column]
+            extra = pick(pairs) / m * 1e6
+            figures = ratio, extra
         print(f"{name:18}{first / m * 1e3:10.2f}{ratio:14.4f}{null:13.4f}{extra:11.0f}"
               f"{apart / m * 1e6:21.0f}{(second - first) / m * 1e6:16.0f}")  # fmt: skip
     packing = statistics.median(contest.packing) * 1e6
     print(f"packing, in its own thread: {packing:.0f} us CPU per micro-batch")
-    print(f"bars on median CPU time: ratio <= {RATIO_BAR}, <= {MICROSECONDS_BAR:.0f} us per "
-          f"micro-batch: {'met' if met else 'MISSED'}")  # fmt: skip
-    return met
+    return figures
 
 
 def show_profile(contest: Contest, lines: int = 14) -> None:
@@ -287,18 +300,34 @@ def show_profile(contest: Contest, lines: int = 14) -> None:
             print(f"{total / runs * 1e6:15.0f}{own / runs * 1e6:8.0f}{calls / runs:8.2f}  {place}")
 
 
-def main() -> int:
-    """Measure, print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hook_overhead")
-    parser.add_argument("--iterations", type=int, default=40)
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--seq-length", type=int, default=512)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--profiled", type=int, default=8)
-    contest = compete(parser.parse_args())
-    met = show(contest)
+def measure(options: argparse.Namespace) -> tuple[float, float]:
+    """Train one model and print; ratio, and microseconds per micro-batch."""
+    contest = compete(options)
+    figures = show(contest)
     show_profile(contest)
+    return figures
+
+
+def main() -> int:
+    """Measure both models, print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hook_overhead")
+    parser.add_argument("--micro-batches", type=int, default=16)
+    parser.add_argument("--profiled", type=int, default=8)
+    options = parser.parse_args()
+    figures = []
+    for model in (LARGER, SMALLER):
+        print(f"\n{model['layers']} layers of {model['hidden']}, {model['seq_length']} tokens")
+        # A process of its own: Megatron is set up once in each.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+            both = argparse.Namespace(**vars(options), **model)
+            figures.append(executor.submit(measure, both).result())
+    (ratio, _), (_, extra) = figures
+    met = ratio <= RATIO_BAR and extra <= MICROSECONDS_BAR
+    print(
+        f"\nmedian CPU time: ratio {ratio:.4f} with the larger model (bar {RATIO_BAR}), "
+        f"{extra:.0f} us per micro-batch with the smaller one (bar {MICROSECONDS_BAR:.0f}): "
+        f"{'met' if met else 'MISSED'}"
+    )
     return 0 if met else 1
 
 

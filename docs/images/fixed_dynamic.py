@@ -109,9 +109,9 @@ def main() -> None:
             f"Planned: steps of whole rollouts, packed up to a cap of {CAP} tokens; "
             "every sample trains"
         )
-        figure.text(
-            0.09, 0.01, "a line is a micro-batch, a letter a rollout, grey is padding",
-            ha="left", fontsize=8, color=GREY,
+        figure.supxlabel(
+            "a line is a micro-batch, a letter a rollout, grey is padding",
+            x=0.09, ha="left", fontsize=8, color=GREY,
         )  # fmt: skip
 
 

@@ -100,8 +100,8 @@ def draw_fill(axes: Axes, reports: Sequence[StepReport]) -> None:
     steps = [r.iteration for r in reports]
     extra = [r.num_microbatches - (r.fewest_microbatches or r.num_microbatches) for r in reports]
     for is_extra, colour, label in (
-        (False, ORANGE, "fewest micro-batches that are possible"),
-        (True, "#8f3d00", "more than the fewest"),
+        (False, ORANGE, "the fewest possible"),
+        (True, "#8f3d00", "more than that"),
     ):
         height = [
             100 * r.fill if (more > 0) == is_extra else 0.0
@@ -109,7 +109,7 @@ def draw_fill(axes: Axes, reports: Sequence[StepReport]) -> None:
         ]
         if any(height):
             _bars(axes, steps, height, colour, label)
-    axes.set_title("Tokens over room in the micro-batches, per cent")
+    axes.set_title("How full the micro-batches are, per cent")
     axes.set_ylim(0, 100)
     axes.legend(loc="lower right", ncols=2, bbox_to_anchor=(1.01, 0.97))
 

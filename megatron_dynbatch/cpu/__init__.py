@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import socket
 
-from megatron_dynbatch.cpu.device_mode import DeviceMode
 from megatron_dynbatch.cpu.reset import reset_megatron
 
-__all__ = ["DeviceMode", "enable", "is_enabled", "reset_megatron"]
+__all__ = ["enable", "is_enabled", "reset_megatron"]
 
 _enabled = False
 
@@ -37,10 +36,10 @@ def enable() -> None:
 
     from megatron_dynbatch.cpu.collectives import install_collectives
     from megatron_dynbatch.cpu.cuda_surface import install_cuda_surface
-    from megatron_dynbatch.cpu.device_mode import install_device_mode
+    from megatron_dynbatch.cpu.devices import install_devices
 
     install_cuda_surface()
-    install_device_mode()
+    install_devices()
     install_collectives()
     try:
         import megatron.training  # noqa: F401

@@ -64,7 +64,7 @@ def _devices() -> None:
     """One device, number 0, always current.
 
     `current_device` stays an int: Megatron formats it into "cuda:{…}" as well as passing it as a
-    device, and DeviceMode understands both.
+    device, and `devices` understands both.
     """
     _replace_all(
         torch.cuda,

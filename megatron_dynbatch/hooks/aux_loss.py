@@ -51,11 +51,6 @@ class AuxScales:
     mtp_log: float = 0.0
 
 
-def has_aux_losses(run: Session) -> bool:
-    """Whether the model has auxiliary losses at all."""
-    return bool(run.args.num_experts or run.args.mtp_num_layers)
-
-
 def begin_schedule(run: Session, model: list[Any]) -> None:
     """Make ready for a step, on every rank, before its first micro-batch.
 

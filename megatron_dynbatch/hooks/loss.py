@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_dynbatch.errors import LossFunctionError
-from megatron_dynbatch.hooks.aux_loss import begin_schedule, has_aux_losses, watch_backward
+from megatron_dynbatch.hooks.aux_loss import begin_schedule, watch_backward
 from megatron_dynbatch.hooks.non_finite import naming_non_finite
 from megatron_dynbatch.hooks.report import reduced_reports
 from megatron_dynbatch.hooks.session import Session, session
@@ -47,7 +47,7 @@ def _scaled_schedule(schedule: Callable[..., Any]) -> Callable[..., Any]:
         run = session()
         if run is None or run.step is None or named.get("forward_only", False):
             return schedule(forward_step_func=forward_step_func, **named)
-        if has_aux_losses(run):
+        if run.has_aux_losses:
             begin_schedule(run, named["model"])
         forward_step_func = _scaled_forward_step(run, forward_step_func)
         with naming_non_finite(run):
@@ -67,7 +67,7 @@ def _scaled_forward_step(run: Session, forward_step: Callable[..., Any]) -> Call
         done[id(model)] += 1
         micro_batch = run.select(k)
         output, loss_function = forward_step(data_iterator, model, *rest, **named)
-        if has_aux_losses(run):
+        if run.has_aux_losses:
             watch_backward(run, k, output)
         if loss_function is None:
             return output, None
@@ -89,7 +89,7 @@ def _scaled_loss(
         result = loss_function(output, **{name: offered[name] for name in wanted})
     else:
         weighted = weighted_output(output, micro_batch)
-        micro_batch.summed["loss"] = output.detach().reshape(-1)
+        micro_batch.summed["loss"] = output.detach()
         result = loss_function(weighted)
     local_sum, report = result[0], result[-1]
     if not isinstance(local_sum, torch.Tensor) or local_sum.numel() != 1:
@@ -97,11 +97,9 @@ def _scaled_loss(
             f"the loss function must return one scalar tensor first, not {_describe(local_sum)}"
         )
     run.loss_sums.append((micro_batch, local_sum.detach()))
+    per_token = run.args.calculate_per_token_loss
     loss, num_tokens, report_count = megatron_loss(
-        local_sum,
-        micro_batch.step,
-        run.layout,
-        calculate_per_token_loss=run.args.calculate_per_token_loss,
+        local_sum, micro_batch.step, run.layout, calculate_per_token_loss=per_token
     )
     return loss, num_tokens, _typed(report, report_count)
 
@@ -117,6 +115,8 @@ def weighted_output(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tens
         LossFunctionError: The output is not one value per local token.
     """
     weights = micro_batch.token_weights
+    if output.dtype == torch.float32:
+        weights = micro_batch.float_weights
     if output.numel() != weights.numel():
         raise LossFunctionError(
             f"the model's output has shape {tuple(output.shape)} but the micro-batch has "
@@ -124,8 +124,12 @@ def weighted_output(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tens
             "token losses [1, T_local] (labels passed to the model); one that computes its own "
             "loss from logits must take keyword `microbatch` and use microbatch.mean(x)"
         )
-    trained = (micro_batch.loss_mask != 0).view(output.shape)
-    return torch.where(trained, output, 0.0) * weights.to(output.dtype).view(output.shape)
+    untrained = micro_batch.untrained
+    if output.shape != untrained.shape:
+        untrained = untrained.view(output.shape)
+    if output.shape != weights.shape:
+        weights = weights.view(output.shape)
+    return output.masked_fill(untrained, 0.0) * weights.to(output.dtype)
 
 
 def _typed(report: Mapping[str, Any], report_count: float) -> dict[str, Metric]:
@@ -134,7 +138,7 @@ def _typed(report: Mapping[str, Any], report_count: float) -> dict[str, Metric]:
     for name, value in report.items():
         if not isinstance(value, Metric):
             if isinstance(value, torch.Tensor):
-                value = value.detach()
+                value = value.detach() if value.requires_grad else value
                 value = value[0] if value.dim() else value  # [sum, count], as stock scripts have it
             value = Metric.mean(value, report_count)
         typed[name] = value
@@ -142,11 +146,14 @@ def _typed(report: Mapping[str, Any], report_count: float) -> dict[str, Metric]:
 
 
 def _wanted_keywords(loss_function: LossFunction) -> tuple[str, ...]:
-    bound: set[str] = set()
-    while isinstance(loss_function, functools.partial):
-        bound |= loss_function.keywords.keys()
+    function = loss_function
+    while isinstance(function, functools.partial):
+        function = function.func
+    wanted = _accepted_keywords(function)
+    while wanted and isinstance(loss_function, functools.partial):
+        wanted = tuple(name for name in wanted if name not in loss_function.keywords)
         loss_function = loss_function.func
-    return tuple(name for name in _accepted_keywords(loss_function) if name not in bound)
+    return wanted
 
 
 @functools.cache

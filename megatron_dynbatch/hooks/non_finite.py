@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 
 import torch
 
 from megatron_dynbatch.errors import NonFiniteLossError
 from megatron_dynbatch.hooks.session import Session
 from megatron_dynbatch.layout import MicroBatch
+from megatron_dynbatch.report.metric import on_host
 from megatron_dynbatch.steps.exchange import progress
 from megatron_dynbatch.steps.step import Step
 
@@ -78,9 +80,8 @@ def non_finite(run: Session) -> str | None:
 def _suspects(run: Session) -> list[MicroBatch]:
     """Micro-batches whose loss is not finite, or whose loss was not returned."""
     if run.loss_sums:
-        sums = torch.stack([value.reshape(()).double() for _, value in run.loss_sums])
-        is_finite = sums.isfinite().tolist()
-        found = [mb for (mb, _), ok in zip(run.loss_sums, is_finite, strict=True) if not ok]
+        sums = on_host([value for _, value in run.loss_sums])
+        found = [mb for (mb, _), v in zip(run.loss_sums, sums, strict=True) if not isfinite(v)]
         if found:
             return found
     # Megatron's check inside a loss function raises before the function returns.

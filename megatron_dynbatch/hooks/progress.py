@@ -28,6 +28,8 @@ class StepProgress:
         if step is not self._step:
             self._step, self._passes = step, 0
         self._passes += 1
+        if not self._line.is_due:
+            return
         total = step.num_microbatches
         done = min(total, -(-self._passes // self._num_chunks))
         self._line.show(

@@ -59,6 +59,11 @@ class Session:
         self._cursors: dict[int, Cursor] = {}
 
     @cached_property
+    def has_aux_losses(self) -> bool:
+        """Whether the model has auxiliary losses at all."""
+        return bool(self.args.num_experts or self.args.mtp_num_layers)
+
+    @cached_property
     def horizon(self) -> HorizonWarning | None:
         """On rank 0: looks whether the LR schedule is as long as the training."""
         feed = self.feed
@@ -90,7 +95,8 @@ class Session:
             cp_rank=mpu.get_context_parallel_rank(),
             exchange=Exchange.of_job(timeout=args.agreement_timeout, name=str(self.number)),
             batch_timeout=args.batch_timeout,
-            device=torch.device("cuda", torch.cuda.current_device()),
+            # Where tensors for the GPU are; on the CPU runner that is the CPU.
+            device=torch.empty(0, device=torch.cuda.current_device()).device,
             # The loss, which reads advantages and log-probs, is on the last stage.
             fields=None if stage == num_stages - 1 else (),
             lengths_only=0 < stage < num_stages - 1 and not args.mtp_num_layers,

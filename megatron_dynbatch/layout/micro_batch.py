@@ -50,8 +50,8 @@ class MicroBatch:
         dp_rank: Data-parallel rank, without context parallelism.
         cp_rank: Context-parallel rank.
         cp_size: Context-parallel size C.
-        summed: Name → values [T_local] of what was summed last, kept so that a NaN in the loss can
-            be traced to its sample.
+        summed: Name → values of the T_local tokens of what was summed last, kept so that a NaN in
+            the loss can be traced to its sample.
     """
 
     tokens: Tensor
@@ -84,6 +84,16 @@ class MicroBatch:
     def is_dummy(self) -> bool:
         """Whether this micro-batch exists only so that every rank runs the same number."""
         return not self.sample_rows
+
+    @cached_property
+    def untrained(self) -> Tensor:
+        """bool [1, T_local], True where the loss mask is 0."""
+        return self.loss_mask == 0
+
+    @cached_property
+    def float_weights(self) -> Tensor:
+        """`token_weights` as float32 [1, T_local]."""
+        return self.token_weights.to(torch.float32)[None]
 
     @cached_property
     def segments(self) -> SegmentTable:

@@ -5,6 +5,8 @@ W = dp·cp ranks (or, with `calculate_per_token_loss`, sums them and divides by 
 factors here undo exactly that; no context-parallel size and no packing is left in the result.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ def megatron_loss(
     Returns:
         loss: 0-d, l·M·W/B, or l/B with per-token loss.
         num_tokens: 0-d int32, 1, or 0 with per-token loss: Megatron then leaves gradients alone.
+            The same tensor in every call: do not write to it.
         report_count: B/(M·W). A report `[l, report_count]` per key, summed by Megatron over
             micro-batches and DP×CP ranks, divides Σ l by B.
 
@@ -47,8 +50,11 @@ def megatron_loss(
         )
     shares = step.num_microbatches * layout.dp * layout.cp
     factor = 1.0 if calculate_per_token_loss else float(shares)
-    num_tokens = torch.full(
-        (), 0 if calculate_per_token_loss else 1, dtype=torch.int32, device=l.device
-    )
+    num_tokens = _num_tokens(0 if calculate_per_token_loss else 1, l.device)
     loss = (l.reshape(()) if l.dim() else l) * (factor / step.loss_denominator)
     return loss, num_tokens, step.loss_denominator / shares
+
+
+@functools.cache
+def _num_tokens(number: int, device: torch.device) -> Tensor:
+    return torch.full((), number, dtype=torch.int32, device=device)

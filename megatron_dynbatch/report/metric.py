@@ -27,6 +27,7 @@ from torch import Tensor
 Kind = Literal["mean", "sum", "count", "min", "max", "std"]
 Number = float | int | Tensor
 
+SUMMED = ("mean", "sum", "count")
 NUM_PARTS: dict[str, int] = {"mean": 2, "sum": 1, "count": 1, "min": 1, "max": 1, "std": 3}
 
 
@@ -124,7 +125,7 @@ def meet(kind: str, parts: Tensor) -> Tensor:
         return parts.amin(0)
     if kind == "max":
         return parts.amax(0)
-    if kind != "std":
+    if kind in SUMMED:
         return parts.sum(0)
     count, mean, deviations = parts.unbind(1)
     total = count.sum()
@@ -148,10 +149,14 @@ def merge(contributions: Sequence[Mapping[str, Metric]], what: str) -> dict[str,
     kinds = [{name: m.kind for name, m in one.items()} for one in contributions]
     check_agreement(kinds, what)
     rows = _rows([[p for name in kinds[0] for p in one[name].parts] for one in contributions])
+    sums = rows.sum(0).unbind()  # what most kinds need, in one operation
     merged, start = {}, 0
-    for name, metric in contributions[0].items():
-        stop = start + len(metric.parts)
-        merged[name] = Metric(metric.kind, tuple(meet(metric.kind, rows[:, start:stop]).unbind()))
+    for name, kind in kinds[0].items():
+        stop = start + NUM_PARTS[kind]
+        met = sums[start:stop]
+        if kind not in SUMMED:
+            met = meet(kind, rows[:, start:stop]).unbind()
+        merged[name] = Metric(contributions[0][name].kind, met)
         start = stop
     return merged
 
@@ -162,6 +167,10 @@ def _rows(parts: Sequence[Sequence[Number]]) -> Tensor:
     A GPU is not made to wait.
     """
     flat = [part for row in parts for part in row]
+    if all(not isinstance(part, Tensor) or part.is_cpu for part in flat):
+        return torch.tensor([float(part) for part in flat], dtype=torch.float64).view(
+            len(parts), -1
+        )
     places = [i for i, part in enumerate(flat) if isinstance(part, Tensor)]
     numbers = torch.tensor(
         [0.0 if isinstance(part, Tensor) else float(part) for part in flat], dtype=torch.float64
@@ -179,8 +188,17 @@ def _rows(parts: Sequence[Sequence[Number]]) -> Tensor:
     return numbers.view(len(parts), -1)
 
 
+def on_host(numbers: Sequence[Tensor]) -> list[float]:
+    """Values of tensors with one element each; a GPU is waited for once."""
+    if all(number.is_cpu for number in numbers):
+        return [number.item() for number in numbers]
+    return torch.stack([number.detach().reshape(()).double() for number in numbers]).tolist()
+
+
 def check_agreement(kinds: Sequence[Mapping[str, str]], what: str) -> None:
     """Raises ValueError unless all contributions have the same names and kinds."""
+    if all(one == kinds[0] for one in kinds):
+        return
     everywhere = dict.fromkeys(name for one in kinds for name in one)
     for name in everywhere:
         have = [i for i, one in enumerate(kinds) if name in one]

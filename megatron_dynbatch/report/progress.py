@@ -40,6 +40,11 @@ class ProgressLine:
         self._next = time.monotonic() + (0.0 if self.draws_bars else _PLAIN_SECONDS)
         self._drawn = False
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `show` would draw now."""
+        return time.monotonic() >= self._next
+
     def show(self, bars: Sequence[Bar], note: str = "") -> None:
         """Draw if it is time to.
 

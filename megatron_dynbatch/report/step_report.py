@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -73,6 +73,9 @@ class StepReport:
         return {name: float(value) for name, value in named.items() if value is not None}
 
 
+_FIELDS = tuple(field.name for field in fields(StepReport))
+
+
 class StepReportWriter:
     """Appends one JSON object per step to a file.
 
@@ -87,7 +90,13 @@ class StepReportWriter:
 
     def write(self, report: StepReport) -> None:
         """Append one line; it is on disk when this returns. NaN and infinities become null."""
-        print(json.dumps(_finite(asdict(report))), file=self._file, flush=True)
+        values = {name: getattr(report, name) for name in _FIELDS}
+        try:
+            line = json.dumps(values, allow_nan=False)
+        except ValueError:
+            line = json.dumps(_finite(values))
+        self._file.write(line + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""

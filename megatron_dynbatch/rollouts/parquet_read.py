@@ -157,8 +157,8 @@ def read_places(source: Stored, fields: Collection[str] | None = None) -> Places
         RolloutDataError: The file is damaged or lacks a column.
     """
     with _open(source) as (_, file):
-        _check_types(source, file.schema_arrow, INDEX_TYPES)
         sizes = [name for name in file.schema_arrow.names if name.startswith(CELLS)]
+        _check_types(source, file.schema_arrow, INDEX_TYPES | dict.fromkeys(sizes, pa.int32()))
         if fields is not None and not fields:
             sizes = []
         names = [*PLACE_COLUMNS, "total_length", "response_length", *sizes]

@@ -108,6 +108,11 @@ def read_rows(
     for chunk in (metadata.column(c) for c in range(metadata.num_columns)):
         name = chunk.path_in_schema.partition(".")[0]
         if name in wanted:
+            if name not in cells.sizes and name not in REQUIRED_TYPES and name not in CHECKSUMS:
+                raise RolloutDataError(
+                    f"{source}: the index does not say how large the cells of column {name} are; "
+                    "index and part are of different batches: write the batch again"
+                )
             bits = cells.bits(name, schema.field(name).type)[own]
             ends = np.cumsum(bits)
             first = 8 * _first_value(source, name, chunk, -(-int(bits.sum()) // 8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_dynbatch.errors import ResumeError
@@ -101,10 +101,16 @@ class Cursor:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint or JSON."""
-        return asdict(self)
+        values = {name: getattr(self, name) for name in _FIELDS}
+        if self.step_options is not None:
+            values["step_options"] = dict(self.step_options)
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cursor:
         """Inverse of `to_dict`."""
         carried = tuple((int(batch), int(row)) for batch, row in values["carried"])
         return cls(**{**values, "carried": carried})
+
+
+_FIELDS = tuple(field.name for field in fields(Cursor))

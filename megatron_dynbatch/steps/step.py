@@ -64,6 +64,7 @@ class Step:
         self.wait_seconds = 0.0
         self._origins = origins
         self._on_host: dict[int, Future[HostBatch]] = {}
+        self._ready: dict[int, HostBatch] = {}
         self._built: dict[int, MicroBatch] = {}
 
     @property
@@ -139,22 +140,32 @@ class Step:
 
     def pack_ahead(self, executor: Executor) -> None:
         """Let `executor` make all micro-batches on the host, in order."""
-        for k in range(self.num_microbatches):
-            if k not in self._on_host:
-                self._on_host[k] = executor.submit(self._make_on_host, k)
+        missing = [k for k in range(self.num_microbatches) if k not in self._on_host]
+        if missing:
+            self._on_host |= {k: Future() for k in missing}
+            executor.submit(self._fulfil, missing)
+
+    def _fulfil(self, numbers: Sequence[int]) -> None:
+        for k in numbers:
+            try:
+                self._on_host[k].set_result(self._make_on_host(k))
+            except Exception as error:
+                self._on_host[k].set_exception(error)
 
     def _host_batch(self, k: int) -> HostBatch:
-        if not 0 <= k < self.num_microbatches:
-            raise IndexError(
-                f"step {self.step_index} of rollout batch {self.batch_id} has "
-                f"{self.num_microbatches} micro-batches on DP rank {self.dp_rank}; micro-batch "
-                f"{k} was asked for"
-            )
+        if k in self._ready:
+            return self._ready[k]
         if k not in self._on_host:
-            future: Future[HostBatch] = Future()
-            self._on_host[k] = future
-            future.set_result(self._make_on_host(k))
-        return self._on_host[k].result()
+            if not 0 <= k < self.num_microbatches:
+                raise IndexError(
+                    f"step {self.step_index} of rollout batch {self.batch_id} has "
+                    f"{self.num_microbatches} micro-batches on DP rank {self.dp_rank}; "
+                    f"micro-batch {k} was asked for"
+                )
+            self._on_host[k] = Future()
+            self._fulfil([k])
+        self._ready[k] = self._on_host[k].result()
+        return self._ready[k]
 
     def _make_on_host(self, k: int) -> HostBatch:
         packed = pack_micro_batch(
@@ -164,6 +175,8 @@ class Step:
             packed, self.step_plan, self.dp_rank, self.cp_rank, self.plan.layout.cp
         )
         stock = stock_batch(packed)
+        if self.width is not None:  # a stock script's losses are weighted by the hooks
+            _ = local.untrained, local.float_weights
         if self.device.type == "cuda":
             local = _changed(local, lambda tensor: tensor.pin_memory())
             if self.width is not None:  # a stock script reads it
@@ -178,9 +191,7 @@ def _moved(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _changed(micro_batch: MicroBatch, change: Callable[[torch.Tensor], Any]) -> MicroBatch:
-    """The micro-batch with every tensor changed; itself where the CPU stands in for a GPU."""
-    if change(micro_batch.cu_seqlens) is micro_batch.cu_seqlens:
-        return micro_batch
+    """The micro-batch with every tensor changed."""
     values = {field.name: getattr(micro_batch, field.name) for field in fields(micro_batch)}
     tensors = {n: change(v) for n, v in values.items() if isinstance(v, torch.Tensor)}
     columns = {name: change(column) for name, column in micro_batch.columns.items()}

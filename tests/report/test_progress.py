@@ -22,6 +22,8 @@ class Recorder:
     def __init__(self) -> None:
         self.shown: list[tuple[Any, str]] = []
 
+    is_due = True
+
     def show(self, bars: Any, note: str = "") -> None:
         self.shown.append((bars, note))
 

@@ -198,6 +198,22 @@ def test_wrong_columns_of_an_index_are_named(
     assert str(path) in str(caught.value)
 
 
+def test_sizes_of_cells_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    write_samples(path, golden_samples())
+    rewrite(index_path(path), lambda c: c.update({"cells/values": pa.array(["a"] * 4)}))
+    with pytest.raises(RolloutDataError, match="column cells/values has type string, not int32"):
+        parquet_read.read_places(index_path(path))
+
+
+def test_an_index_without_the_sizes_of_a_column_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    write_samples(path, golden_samples())
+    rewrite(index_path(path), lambda c: c.pop("cells/values"))
+    with pytest.raises(RolloutDataError, match="how large the cells of column values are"):
+        read_alone(path, [0])
+
+
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
