@@ -18,28 +18,39 @@ from megatron_dynbatch.reduce.reference import all_finite, selected
 
 @dataclass(frozen=True)
 class Stretches:
-    """The T positions cut into gap, piece, gap, … piece, gap.
+    """The T positions cut into S stretches: pieces of samples, and gaps between them.
 
     Attributes:
-        lengths: int64 [2·B·P + 1] length of each, gaps first; they add up to T.
-        bounds: where each piece that is not empty starts and ends, without an end at T.
-        held: the pieces that are not empty.
+        lengths: int64 [S] length of each, none 0; they add up to T.
+        starts: int64 [S] first position of each.
+        pieces: Which stretches are pieces; None: all.
+        held: Which of the B·P pieces those are, the others being empty; None: all.
+        num_pieces: B·P.
     """
 
     lengths: Int64
-    bounds: Int64
-    held: Int64
+    starts: Int64
+    pieces: Int64 | None
+    held: Int64 | None
+    num_pieces: int
 
     @classmethod
     def of(cls, pieces: NDArray[np.int32], num_tokens: int) -> "Stretches":
         """From the rows of a segment table and T."""
         offsets, _, lengths, _ = pieces
-        starts_and_ends = np.stack([offsets, offsets + lengths], 1).ravel()
-        held = np.flatnonzero(lengths)
-        bounds = starts_and_ends.reshape(-1, 2)[held].ravel()
-        if held.size and bounds[-1] == num_tokens:
-            bounds = bounds[:-1]
-        return cls(np.diff(starts_and_ends, prepend=0, append=num_tokens), bounds, held)
+        edges = np.stack([offsets, offsets + lengths], 1).ravel()
+        # Gap, piece, gap, … piece, gap.
+        alternating = np.diff(edges, prepend=0, append=num_tokens)
+        there = np.flatnonzero(alternating)
+        is_piece = there % 2 == 1
+        held = there[is_piece] // 2
+        return cls(
+            lengths=alternating[there],
+            starts=np.cumsum(alternating[there]) - alternating[there],
+            pieces=None if is_piece.all() else np.flatnonzero(is_piece),
+            held=None if held.size == lengths.size else held,
+            num_pieces=lengths.size,
+        )
 
 
 def segment_sums(
@@ -53,16 +64,17 @@ def segment_sums(
 
 
 def _sums(terms: Tensor, stretches: Stretches, num_samples: int) -> tuple[Tensor, Tensor]:
-    num_values, num_pieces = terms.shape[0], stretches.lengths.size // 2
+    num_values = terms.shape[0]
     sums = np.zeros((num_values, 0))
-    if stretches.held.size:
-        # Every other sum is a gap's: what a piece adds up to depends on that piece alone.
-        parts = np.add.reduceat(terms.numpy(), stretches.bounds, axis=1)
-        sums = np.ascontiguousarray(parts[:, ::2])
-    if stretches.held.size != num_pieces:
-        held, sums = sums, np.zeros((num_values, num_pieces))
+    if stretches.starts.size:
+        # What a piece adds up to depends on that piece alone.
+        sums = np.add.reduceat(terms.numpy(), stretches.starts, axis=1)
+    if stretches.pieces is not None:
+        sums = sums.take(stretches.pieces, axis=1)
+    if stretches.held is not None:
+        held, sums = sums, np.zeros((num_values, stretches.num_pieces))
         sums[:, stretches.held] = held
-    if num_pieces != num_samples:
+    if stretches.num_pieces != num_samples:
         sums = sums.reshape(num_values, num_samples, -1).sum(2)
     per_sample = torch.from_numpy(sums)
     return per_sample.sum(1), per_sample
@@ -76,13 +88,21 @@ def segment_sums_backward(
     dtype: torch.dtype,
 ) -> Tensor:
     """See `reference.segment_sums_backward`; a gradient that is None is 0, not both are."""
-    by_sample = 0.0 if grad_samples is None else grad_samples.numpy()
-    if grad_total is not None:
-        by_sample = by_sample + grad_total.numpy()[:, None]
-    num_values, num_samples = np.shape(by_sample)
-    values = np.zeros((num_values, stretches.lengths.size))
-    per_sample = stretches.lengths.size // 2 // max(num_samples, 1)
-    values[:, 1::2] = by_sample if per_sample == 1 else np.repeat(by_sample, per_sample, axis=1)
+    if grad_samples is None:
+        assert grad_total is not None
+        values = grad_total.numpy()[:, None]
+    else:
+        values = grad_samples.numpy()
+        if grad_total is not None:
+            values = values + grad_total.numpy()[:, None]
+    num_values, num_samples = values.shape
+    if num_samples != stretches.num_pieces:
+        values = np.repeat(values, stretches.num_pieces // max(num_samples, 1), axis=1)
+    if stretches.held is not None:
+        values = values.take(stretches.held, axis=1)
+    if stretches.pieces is not None:
+        held, values = values, np.zeros((num_values, stretches.lengths.size))
+        values[:, stretches.pieces] = held
     dx = torch.from_numpy(values.repeat(stretches.lengths, axis=1)).mul_(w)
     if not math.isfinite(values.sum()):
         dx = selected(dx, w)
