@@ -175,6 +175,7 @@ class Swapped:
         self._places = [
             (*seams._owner(seam), stock, ours) for seam, (stock, ours) in seams._INSTALLED.items()
         ] + [(f, "__code__", swap.original, swap.ours) for f, swap in sites._INSTALLED.items()]
+        assert self._places, "the hooks are not installed yet"
 
     @contextlib.contextmanager
     def stock(self, num_microbatches: int) -> Iterator[Callable[..., Any]]:

@@ -5,7 +5,8 @@
 Long-tailed lengths (the named sets, scaled to a sequence length that a CPU trains). Every iteration
 trains the same samples in three arms, in changing order, by Megatron's own `train_step`:
 
-  (i)    stock batches: no hooks, one sample a micro-batch, padded to the whole length;
+  (i)    stock batches: no hooks, one sample a micro-batch, padded to the whole length as
+         Megatron's own SFT dataset pads it, as a part of the sequence;
   (ii)   first-fit in arrival order, micro-batches to ranks by stride, padded with dummies;
   (iii)  ours: the package's plan, micro-batches of their own width.
 
@@ -34,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.hook_overhead import REPOSITORY, VOCAB_SIZE, stock_megatron
+from benchmarks.hook_overhead import REPOSITORY, VOCAB_SIZE, Swapped
 from benchmarks.plan_baselines import first_fit_stride
 from megatron_dynbatch import RolloutDirectory, Sample
 from megatron_dynbatch.plan import padded_length
@@ -86,6 +87,7 @@ class Race:
         self.found: dict[str, list[Arm]] = defaultdict(list)
         self.tokens: list[int] = []
         self._orders = itertools.cycle(itertools.permutations(ARMS))
+        self._swapped = Swapped()
 
     def around(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's `train_step`, once per arm; ours answers."""
@@ -110,7 +112,7 @@ class Race:
                     step.micro_batch(k)
                 if arm == "stock":
                     iterator, own_step = self._stock_iterator(step), stock_forward_step()
-                    with stock_megatron(m) as own_schedule:
+                    with self._swapped.stock(m) as own_schedule:
                         arguments = (own_step, iterator, *rest, own_schedule)
                         self._timed(arm, step, train_step, *arguments, **named)
                 else:
@@ -172,9 +174,18 @@ class Race:
         return run_step
 
     def _stock_iterator(self, step: Any) -> Any:
+        """Rows as Megatron's own SFT dataset makes them: padding belongs to the last sequence."""
+        import torch
         from megatron.core.rerun_state_machine import RerunDataIterator
 
-        return RerunDataIterator(iter([step.stock_batch(k) for k in range(step.num_microbatches)]))
+        whole = torch.tensor([[0, step.width]], dtype=torch.int32)
+        rows = {
+            "cu_seqlens": whole,
+            "cu_seqlens_padded": whole,
+            "max_seqlen": torch.tensor([step.width], dtype=torch.int32),
+        }
+        batches = [step.stock_batch(k) | rows for k in range(step.num_microbatches)]
+        return RerunDataIterator(iter(batches))
 
     def _timed(
         self, arm: str, step: Any, run: Callable[..., Any], *positional: Any, **named: Any
@@ -286,10 +297,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--sets", default="A,B")
-    parser.add_argument("--iterations", type=int, default=9)
+    parser.add_argument("--iterations", type=int, default=3)
     parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--seq-length", type=int, default=512)
-    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=256)
     for hidden in ("--worker", "--layout", "--set", "--folder"):
         kind: dict[str, Any] = {"action": "store_true"} if hidden == "--worker" else {}
         parser.add_argument(hidden, help=argparse.SUPPRESS, **kind)

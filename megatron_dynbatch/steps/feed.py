@@ -7,8 +7,6 @@ boundary is done in threads while the batch before it trains.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,14 +18,21 @@ import torch
 from megatron_dynbatch.errors import DynbatchError
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions
 from megatron_dynbatch.plan.handshake import publish_layout
-from megatron_dynbatch.rollouts import RolloutDataError, RolloutSource, Sample, SampleIndex
+from megatron_dynbatch.rollouts import RolloutSource, Sample
 from megatron_dynbatch.rollouts.flow import publish_progress
 from megatron_dynbatch.steps.agreement import batch_facts, sample_digests, setting_facts
-from megatron_dynbatch.steps.announce import Announcer, Origins, Staleness, rows_by_batch
+from megatron_dynbatch.steps.announce import Announcer, Staleness, rows_by_batch
 from megatron_dynbatch.steps.cursor import STEP_OPTIONS, Cursor
 from megatron_dynbatch.steps.exchange import Exchange, progress
 from megatron_dynbatch.steps.ledger import Ledger, closing_entry, step_entry
 from megatron_dynbatch.steps.prefetch import OpenBatch, Prefetch
+from megatron_dynbatch.steps.read_rows import (
+    check_log_probs,
+    read_rows,
+    rows_of_rank,
+    sample_of_lengths,
+    steps_digest,
+)
 from megatron_dynbatch.steps.step import Step
 
 BatchNeeded = Callable[[Cursor], None]
@@ -311,40 +316,23 @@ class StepFeed:
         batch.carried = tuple(batch.origins[row] for row in plan.carried)
         rollouts = plan.index.rollout_indices[list(plan.dropped)]
         batch.dropped_rollouts += int(np.unique(rollouts).size)
-        batch.steps_digest = _steps_digest(plan, batch.origins)
+        batch.steps_digest = steps_digest(plan, batch.origins)
         batch.fingerprint = plan.fingerprint
         batch.stamps = [self.source.stamp(b) for b in sorted(rows_by_batch(batch.origins))]
-        batch.samples = self._read_own_rows(batch.plan, batch.origins, cursor.step_index)
+        rows = rows_of_rank(plan, self.dp_rank, cursor.step_index)
+        batch.samples = (
+            {row: sample_of_lengths(plan.index, row) for row in rows}
+            if self.lengths_only
+            else read_rows(self.source, plan.index, batch.origins, rows, self.fields)
+        )
         if not self.lengths_only:
             has_all = self.fields is None
             batch.digests = sample_digests(batch.plan, batch.samples, all_fields=has_all)
         if self.staleness.policy == "train" and message["stale_rollouts"]:
-            _check_log_probs(batch, self.fields)
+            check_log_probs(batch, self.fields)
         if cursor.step_index < len(batch.plan.steps):
             self._make_step(batch, cursor.step_index).pack_ahead(self._packer)
         return batch
-
-    def _read_own_rows(self, plan: Plan, origins: Origins, step_index: int) -> dict[int, Sample]:
-        steps = plan.steps[step_index:]
-        wanted = sorted({r for s in steps for m in s.micro_batches[self.dp_rank] for r in m})
-        if self.lengths_only:
-            return {row: _of_lengths(plan.index, row) for row in wanted}
-        place = {origins[row]: row for row in wanted}
-        samples: dict[int, Sample] = {}
-        for batch, rows in rows_by_batch([origins[row] for row in wanted]).items():
-            for row, sample in zip(rows, self.source.read(batch, rows, self.fields), strict=True):
-                samples[place[batch, row]] = sample
-        for row, sample in samples.items():
-            batch, own_row = origins[row]
-            seen = (sample.total_length, sample.mask_sum)
-            planned = (int(plan.index.total_lengths[row]), int(plan.index.mask_sums[row]))
-            if seen != planned:
-                raise RolloutDataError(
-                    f"row {own_row} of rollout batch {batch} in {self.source} has (length, trained "
-                    f"tokens) {seen} but was planned with {planned}: the batch changed after it "
-                    "was announced"
-                )
-        return samples
 
     def _replace_samples(self, batch: OpenBatch, samples: Mapping[int, Sample]) -> None:
         """Train these samples; what was packed of other ones is forgotten."""
@@ -371,31 +359,6 @@ def _cursor_after(cursor: Cursor, batch: OpenBatch) -> Cursor:
     """The cursor at the start of the batch that follows."""
     stale = batch.message["stale_rollouts"]
     return cursor.after_batch(batch.carried, batch.dropped_rollouts, stale)
-
-
-def _steps_digest(plan: Plan, origins: Origins) -> str:
-    """Hash of which samples each step has, whatever ranks and micro-batches they are on."""
-    steps = [[origins[row] for row in step.samples.tolist()] for step in plan.steps]
-    return hashlib.sha256(json.dumps(steps).encode()).hexdigest()
-
-
-def _of_lengths(index: SampleIndex, row: int) -> Sample:
-    """A sample of which only the lengths are known."""
-    tokens, response = int(index.total_lengths[row]), int(index.response_lengths[row])
-    return Sample(np.zeros(tokens, np.int64), loss_mask=np.zeros(response, np.uint8))
-
-
-def _check_log_probs(batch: OpenBatch, fields: Collection[str] | None) -> None:
-    if fields is not None and "rollout_log_probs" not in fields:
-        return
-    for row, sample in batch.samples.items():
-        if sample.rollout_log_probs is None and sample.mask_sum:
-            origin, own_row = batch.origins[row]
-            raise RolloutDataError(
-                f"row {own_row} of rollout batch {origin} has no rollout_log_probs: rollouts older "
-                "than the staleness limit can be trained only with importance weights; give them, "
-                "or let stale rollouts be dropped"
-            )
 
 
 def _unless_absent(state: str) -> str | None:

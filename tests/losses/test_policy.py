@@ -1,6 +1,5 @@
 """The policy and SFT losses against formulas written independently, and their limits."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +17,11 @@ import torch.distributed as dist
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 from megatron_dynbatch.steps import Exchange, StepFeed
-from tests.pool import run_ranks
+from tests.parity.job import OWN_SCRIPT, Cell
+from tests.parity.layouts import Layout
+from tests.parity.reference import Recipe
+from tests.parity.rollouts import CAPACITY, make_steps, write_batches
+from tests.pool import ROOT, run_ranks
 
 RANKS = 4  # dp 2 × pp 2: rank r is DP rank r % 2 on stage r // 2
 LAYOUT = ParallelLayout(dp=2, pp=2)
@@ -252,3 +257,48 @@ def test_a_missing_rank_is_named_while_it_is_waited_for_and_at_the_end(
         if rank != missing:
             assert f"rank {rank} has waited" in printed and who in printed
             assert who in error and "raise --agreement-timeout" in error
+
+
+def train_late(argv: list[str]) -> tuple[float, str]:
+    """Rank 1 comes 6 s late to the second batch of a training: when and how each rank ended."""
+    from megatron_dynbatch import hooks
+    from megatron_dynbatch.run import Launch, run_target
+
+    hooks.install()
+    sys.path.append(str(ROOT))  # the launcher replaces the first entry by the script's folder
+    agreed, start = StepFeed._agreed_batch, time.monotonic()
+
+    def late(feed: StepFeed) -> Any:
+        nonlocal start
+        if feed.cursor.batch_id == 1:
+            start = time.monotonic()
+            time.sleep(6 * dist.get_rank())
+        return agreed(feed)
+
+    StepFeed._agreed_batch = late  # type: ignore[method-assign]
+    try:
+        run_target(Launch(str(OWN_SCRIPT), False, tuple(argv), cpu=True))
+        error = "none"
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    finally:
+        StepFeed._agreed_batch = agreed  # type: ignore[method-assign]
+    return time.monotonic() - start, error
+
+
+def test_a_training_ends_on_every_rank_when_one_does_not_come_in_time(tmp_path: Path) -> None:
+    write_batches(tmp_path / "rollouts", make_steps((4, 3, 5)))
+    flags = {
+        "dynamic-global-batch": True,
+        "rollout-path": tmp_path / "rollouts",
+        "rollouts-per-step": "batch",
+        "max-tokens-per-gpu": CAPACITY,
+        "train-samples": 12,
+        "agreement-timeout": 2,
+        **Layout(dp=2).flags(),
+    }
+    argv = Cell(2, flags, Recipe(decay=20, clip_grad=0.0), script=OWN_SCRIPT).argv()
+    (waited, missing), (came, told) = run_ranks(2, train_late, argv)
+    assert "rank 1 to read the rollout batch and compare plans" in missing
+    assert "raise --agreement-timeout" in missing and 2 <= waited < 5
+    assert "rank 0" in told and missing.partition(": ")[2].splitlines()[0] in told and came < 11

@@ -51,9 +51,7 @@ def test_steps_and_micro_batches_are_counted_over_model_chunks() -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_bars_are_one_line_that_gives_way(
-    monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
+def test_bars_are_one_line_that_gives_way(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = io.StringIO()
