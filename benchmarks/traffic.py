@@ -151,7 +151,9 @@ def _tensors(values: Any) -> list[Tensor]:
     return [v for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, Tensor)]
 
 
-def count_traffic(function: Callable[[], object], cache_bytes: int = CACHE_BYTES) -> TrafficCounter:
+def count_traffic(
+    function: Callable[[], object], cache_bytes: int = CACHE_BYTES
+) -> TrafficCounter:
     """The counter of one run of a function, backward passes included."""
     with TrafficCounter(cache_bytes) as counter:
         function()

@@ -55,6 +55,7 @@ from megatron_dynbatch import Sample
 from megatron_dynbatch.plan.handshake import write_planned
 from megatron_dynbatch.rollouts import RolloutCollector, RolloutTransport, open_transport
 from megatron_dynbatch.rollouts.flow import published_weights, wait_for_weights
+from megatron_dynbatch.rollouts.ray_local import start_local_ray
 
 Engine = Callable[[str, int], Policy]
 
@@ -168,9 +169,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Generate in Ray workers and train, at the same time."""
     args = parse_arguments(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    # Ray of this machine alone needs no address that others can reach.
-    own = {} if args.address else {"_node_ip_address": "127.0.0.1"}
-    ray.init(address=args.address, include_dashboard=False, log_to_driver=False, **own)
+    if args.address:
+        ray.init(address=args.address, log_to_driver=False)
+    else:
+        start_local_ray()
     run_name = f"grpo-{time.time_ns()}"
     path = f"ray://{ray.get_runtime_context().gcs_address}/{run_name}"
     transport = open_transport(path, vocab_size=VOCAB_SIZE)

@@ -23,7 +23,6 @@ from tests.cli.loss_variants import VARIANTS
 
 Result = tuple[Tensor, dict[str, Tensor]]
 
-
 def every_loss(output: Tensor, *, microbatch: Any) -> Result:
     """The sum of all losses, each with a weight of its own so that no two can cancel."""
     groups = {

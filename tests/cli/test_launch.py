@@ -37,11 +37,7 @@ def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-W", "ignore", *command],
-        env=environment,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=240,
+        env=environment, cwd=cwd, capture_output=True, text=True, timeout=240,
     )
 
 
@@ -49,25 +45,12 @@ def test_torchrun_trains_a_module(tmp_path: Path) -> None:
     write_batches(tmp_path / "rollouts", make_steps())
     report = tmp_path / "steps.jsonl"
     flags = {**batch_flags(tmp_path / "rollouts"), "step-report": report}
-    argv = [
-        text
-        for name, value in flags.items()
-        for text in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
-    ]
+    argv = [text for name, value in flags.items()
+            for text in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
     tiny = _without(TINY, "--global-batch-size", "--train-iters")
-    done = run(
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "megatron_dynbatch.run",
-        "--cpu",
-        "--module",
-        "examples.pretrain_gpt_sft",
-        *tiny,
-        *argv,
-    )
+    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+               "-m", "megatron_dynbatch.run", "--cpu", "--module", "examples.pretrain_gpt_sft",
+               *tiny, *argv)
     assert done.returncode == 0, done.stderr[-3000:]
     sizes = [one.step_global_batch_size for one in read_step_reports(report)]
     assert sizes == list(STEP_SIZES)
@@ -94,19 +77,8 @@ def test_children_and_neighbours_are_found_under_a_debugger(tmp_path: Path) -> N
     scripts.mkdir()
     (scripts / "probe.py").write_text(PROBE)
     (scripts / "neighbour.py").write_text("")
-    done = run(
-        "-m",
-        "pdb",
-        "-c",
-        "continue",
-        "-m",
-        "megatron_dynbatch.run",
-        "--cpu",
-        "scripts/probe.py",
-        "--lr",
-        "1",
-        cwd=tmp_path,
-    )
+    done = run("-m", "pdb", "-c", "continue", "-m", "megatron_dynbatch.run", "--cpu",
+               "scripts/probe.py", "--lr", "1", cwd=tmp_path)
     line = next(line for line in done.stdout.splitlines() if line.startswith("PROBE"))
     found = json.loads(line.removeprefix("PROBE"))
     # The child imports the script as any spawned child does, without starting it again.

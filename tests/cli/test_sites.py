@@ -16,11 +16,8 @@ INSTALLED = installed_root()
 def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """Last column by name of site or seam."""
     out = capsys.readouterr().out
-    return {
-        line[:34].rstrip(): line
-        for line in out.splitlines()
-        if "matches" in line or "found" in line or "has no" in line
-    }
+    return {line[:34].rstrip(): line for line in out.splitlines() if "matches" in line
+            or "found" in line or "has no" in line}
 
 
 def test_the_installed_megatron_has_not_moved(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,8 +28,7 @@ def test_the_installed_megatron_has_not_moved(capsys: pytest.CaptureFixture[str]
 
 
 def test_moved_changed_and_missing_sites_are_told(
-    copied: Path,
-    capsys: pytest.CaptureFixture[str],  # noqa: F811
+    copied: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
 ) -> None:
     training = copied / "megatron" / "training" / "training.py"
     text = training.read_text()

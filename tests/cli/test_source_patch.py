@@ -131,19 +131,11 @@ def hooked_loop(tree: Tree) -> Iterator[tuple[ModuleType, dict[str, Any]]]:
     module = load(tree.root / "megatron" / "toy.py")
     sys.modules[module.__name__] = module
     handlers: dict[str, Any] = {}
-    install_sites(
-        [
-            Site(
-                s.name,
-                module.__name__,
-                s.function,
-                s.matches,
-                s.counts,
-                lambda value, frame, name=s.name: handlers[name](value, frame),
-            )
-            for s in SITES
-        ]
-    )
+    install_sites([
+        Site(s.name, module.__name__, s.function, s.matches, s.counts,
+             lambda value, frame, name=s.name: handlers[name](value, frame))
+        for s in SITES
+    ])
     yield module, handlers
     uninstall_sites()
     del sys.modules[module.__name__]
@@ -219,9 +211,8 @@ def test_the_diff_only_adds_and_git_applies_it(tree: Tree, tmp_path: Path) -> No
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "toy.py").write_text(SOURCE)
     subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
-    subprocess.run(
-        ["git", "apply", "--unidiff-zero"], cwd=tmp_path, input=text, text=True, check=True
-    )
+    subprocess.run(["git", "apply", "--unidiff-zero"], cwd=tmp_path, input=text, text=True,
+                   check=True)
     assert (tmp_path / "megatron" / "toy.py").read_text() == source_patch.patched(tree)[MODULE]
 
 
@@ -250,10 +241,8 @@ def test_windows_line_ends_stay(tmp_path: Path) -> None:
     [
         ("    result = (\n        a\n        * b\n    )\n    return result", "    return a * b"),
         ("            continue\n        for", "            pass; continue\n        for"),
-        (
-            "        if iteration // 2 != last and",
-            "        if not log: pass\n        elif iteration // 2 != last and",
-        ),
+        ("        if iteration // 2 != last and", "        if not log: pass\n"
+         "        elif iteration // 2 != last and"),
         ("    log.append(f", "    else:\n        log.append(0)\n    log.append(f"),
     ],
     ids=["return", "continue behind a statement", "elif", "else of a loop"],

@@ -46,7 +46,9 @@ def pool(import_path: None) -> Iterator[RankPool]:
     ranks.end()
 
 
-def verify(pool: RankPool, *arguments: str, script: Path = LOSSES, **options: Any) -> Verification:
+def verify(
+    pool: RankPool, *arguments: str, script: Path = LOSSES, **options: Any
+) -> Verification:
     """`verify` with one layer, in the shared processes."""
     return command.verify(script, ["--num-layers", "1", *arguments], pool=pool, **options)
 

@@ -65,14 +65,8 @@ def directory(tmp_path: Path) -> Path:
 def test_what_the_flags_imply(directory: Path) -> None:
     lines = [
         flags(directory),
-        flags(
-            directory,
-            "--rollouts-per-step",
-            "batch",
-            "--train-samples",
-            "45",
-            without="--train-iters",
-        ),
+        flags(directory, "--rollouts-per-step", "batch", "--train-samples", "45",
+              without="--train-iters"),
         flags(directory, "--micro-batch-width", "variable", "--seq-length", "48"),
         ["--train-iters", "9", "--seq-length", "64", "--micro-batch-size", "2"],
     ]
@@ -102,33 +96,12 @@ def test_wrong_command_lines_are_told_before_training(directory: Path, tmp_path:
         (flags(directory, "--loss-reduction", "constant"), "loss_constant"),
         (flags(directory, "--oversize", "alone"), "needs micro-batches of variable width"),
         (flags(directory, "--rollout-path", str(tmp_path / "other")), "other"),
-        (
-            flags(
-                directory,
-                "--mtp-num-layers",
-                "1",
-                "--position-embedding-type",
-                "rope",
-                "--calculate-per-token-loss",
-            ),
-            "number of tokens that may be 0",
-        ),
-        (
-            flags(directory, "--mtp-num-layers", "2", "--position-embedding-type", "rope"),
-            "--mtp-num-layers above 1",
-        ),
-        (
-            flags(
-                directory,
-                "--num-experts",
-                "2",
-                "--moe-expert-capacity-factor",
-                "1",
-                "--moe-token-dispatcher-type",
-                "alltoall",
-            ),
-            "--moe-expert-capacity-factor",
-        ),
+        (flags(directory, "--mtp-num-layers", "1", "--position-embedding-type", "rope",
+               "--calculate-per-token-loss"), "number of tokens that may be 0"),
+        (flags(directory, "--mtp-num-layers", "2", "--position-embedding-type", "rope"),
+         "--mtp-num-layers above 1"),
+        (flags(directory, "--num-experts", "2", "--moe-expert-capacity-factor", "1",
+               "--moe-token-dispatcher-type", "alltoall"), "--moe-expert-capacity-factor"),
     ]
     ((*results,),) = run_ranks(1, parse_all, [line for line, _ in cases], process_group=False)
     for (line, expected), (args, error) in zip(cases, results, strict=True):
@@ -150,15 +123,8 @@ def _help() -> str:
 def test_the_flags_stand_in_megatrons_own_help() -> None:
     (text,) = run_ranks(1, _help, process_group=False)
     for flag in (
-        "--dynamic-global-batch",
-        "--rollout-path",
-        "--rollouts-per-step",
-        "--max-tokens-per-gpu",
-        "--loss-reduction",
-        "--loss-constant",
-        "--leftover",
-        "--empty-rollouts",
-        "--oversize",
+        "--dynamic-global-batch", "--rollout-path", "--rollouts-per-step", "--max-tokens-per-gpu",
+        "--loss-reduction", "--loss-constant", "--leftover", "--empty-rollouts", "--oversize",
         "--batch-timeout",
     ):
         assert flag in text

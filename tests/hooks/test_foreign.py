@@ -141,9 +141,8 @@ def test_numbers_are_right_whoever_came_first(
     order: str, rollout_path: Path, plain: list[dict[str, float]]
 ) -> None:
     steps, called = RIGHT[order]
-    cell = Cell(
-        1, batch_flags(rollout_path), Recipe(), plugin=False, prepare=partial(in_order, *steps)
-    )
+    cell = Cell(1, batch_flags(rollout_path), Recipe(), plugin=False,
+                prepare=partial(in_order, *steps))
     (observed,) = run_cell(cell)
     assert observed.rows == plain and len(plain) == 6
     calls = observed.notes[0]
@@ -153,9 +152,8 @@ def test_numbers_are_right_whoever_came_first(
 @pytest.mark.parametrize("order", WRONG)
 def test_what_was_replaced_is_one_loud_error(order: str, rollout_path: Path) -> None:
     steps, message = WRONG[order]
-    cell = Cell(
-        1, batch_flags(rollout_path), Recipe(), plugin=False, prepare=partial(in_order, *steps)
-    )
+    cell = Cell(1, batch_flags(rollout_path), Recipe(), plugin=False,
+                prepare=partial(in_order, *steps))
     with pytest.raises(AssertionError, match=r"(?s)SiteError: .*" + message):
         run_cell(cell)
 

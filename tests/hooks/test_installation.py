@@ -50,15 +50,9 @@ def test_uninstall_restores_everything_and_twice_is_once() -> None:
     ((changed, again, left),) = run_ranks(1, _install_and_uninstall, process_group=False)
     names = {name.rsplit(".", 1)[1] for name in changed}
     assert names == {
-        "train",
-        "train_step",
-        "training_log",
-        "load_checkpoint",
-        "__dynbatch_sites__",
-        "add_megatron_arguments",
-        "_build_num_microbatches_calculator",
-        "build_train_valid_test_data_iterators",
-        "get_forward_backward_func",
+        "train", "train_step", "training_log", "load_checkpoint", "__dynbatch_sites__",
+        "add_megatron_arguments", "_build_num_microbatches_calculator",
+        "build_train_valid_test_data_iterators", "get_forward_backward_func",
         "consume_seqlen_stats_in_iteration",
     }
     assert again == set()

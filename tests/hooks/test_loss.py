@@ -54,9 +54,8 @@ def stock_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.double()])}
 
 
-@pytest.mark.parametrize(
-    "reduction, expected", [("rollout", 3.0), ("sample", 4.25), ("token", 26 / 6)]
-)
+@pytest.mark.parametrize("reduction, expected", [("rollout", 3.0), ("sample", 4.25),
+                                                 ("token", 26 / 6)])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_a_stock_sum_loss_gives_the_golden_values(
     reduction: str, expected: float, per_token: bool
@@ -74,13 +73,8 @@ def test_a_loss_with_keywords_gets_the_untouched_output() -> None:
     micro_batch, x = golden()
     seen: dict[str, Any] = {}
 
-    def own_loss(
-        output: torch.Tensor,
-        *,
-        microbatch: MicroBatch,
-        sample_denoms: Any,
-        step_global_batch_size: int,
-    ) -> tuple[Any, ...]:
+    def own_loss(output: torch.Tensor, *, microbatch: MicroBatch, sample_denoms: Any,
+                 step_global_batch_size: int) -> tuple[Any, ...]:
         seen.update(denoms=sorted(sample_denoms.tolist()), size=step_global_batch_size)
         assert output is x
         value = microbatch.mean(output)

@@ -133,10 +133,8 @@ def test_inspection_after_installation_still_finds_the_originals(toy: ModuleType
     "source, expected",
     [
         ("get_num_microbatches() * args.micro_batch_size * args.data_parallel_size", True),
-        (
-            "mpu.get_data_parallel_world_size() * args.micro_batch_size * get_num_microbatches()",
-            True,
-        ),
+        ("mpu.get_data_parallel_world_size() * args.micro_batch_size * get_num_microbatches()",
+         True),
         ("args.micro_batch_size * args.data_parallel_size", False),
         ("1 / get_num_microbatches()", False),
     ],

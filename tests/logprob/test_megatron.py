@@ -161,7 +161,9 @@ def memory(output: Any, batch: MicroBatch, group: dist.ProcessGroup) -> dict[str
     ("tp", "cp", "bf16", "sequence_parallel"),
     [(1, 1, False, False), (2, 1, False, False), (2, 1, True, True), (1, 2, True, False)],
 )
-def test_log_probs_of_a_real_model(tp: int, cp: int, bf16: bool, sequence_parallel: bool) -> None:
+def test_log_probs_of_a_real_model(
+    tp: int, cp: int, bf16: bool, sequence_parallel: bool
+) -> None:
     for found in run_ranks(tp * cp, job, tp, cp, bf16, sequence_parallel):
         if found:
             # Beside the chunks only some numbers a row.

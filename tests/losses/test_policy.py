@@ -1,5 +1,6 @@
 """The policy and SFT losses against formulas written independently, and their limits."""
 
+
 import numpy as np
 import pytest
 import torch

@@ -70,7 +70,9 @@ def make_steps(
     return steps
 
 
-def _example(draw: random.Random, length: int, rollout: int, vocab: int, trained: float) -> Example:
+def _example(
+    draw: random.Random, length: int, rollout: int, vocab: int, trained: float
+) -> Example:
     response = draw.randint(1, length - 1)
     mask = [int(trained > 0 and draw.random() < trained) for _ in range(response)]
     if trained:

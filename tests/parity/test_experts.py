@@ -87,7 +87,9 @@ def note_partitions() -> None:
 def recipe_of(kind: str) -> Recipe:
     # Cross entropy in float32 needs an epsilon that keeps its rounding small.
     epsilon = 1e-4 if kind == "MTP" else 1e-8
-    return Recipe(decay=sum(SHORT_SIZES), clip_grad=0.0, epsilon=epsilon, auxiliary=KINDS[kind][1])
+    return Recipe(
+        decay=sum(SHORT_SIZES), clip_grad=0.0, epsilon=epsilon, auxiliary=KINDS[kind][1]
+    )
 
 
 @functools.cache

@@ -43,7 +43,9 @@ def feed(queue: RolloutQueue, leftover: str, path: Path) -> StepFeed:
     options = PlanOptions(
         max_tokens_per_gpu=16, rollouts_per_step=3, leftover=leftover, oversize="drop"
     )
-    return StepFeed(queue, ParallelLayout(), options, staleness=Staleness(1), ledger=Ledger(path))
+    return StepFeed(
+        queue, ParallelLayout(), options, staleness=Staleness(1), ledger=Ledger(path)
+    )
 
 
 def train(steps: StepFeed, limit: int = 100) -> list[Cursor]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions, make_plan
@@ -21,19 +22,14 @@ from tests.rollouts.helpers import assert_same_samples, random_samples
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
+from megatron_dynbatch.rollouts.ray_local import start_local_ray  # noqa: E402
 from megatron_dynbatch.rollouts.ray_transport import RayRollouts, encode_part  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """A Ray of one CPU on this machine, as the examples start it."""
-    ray.init(
-        num_cpus=1,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=2**28,
-        _node_ip_address="127.0.0.1",
-    )
+    start_local_ray(num_cpus=1, object_store_memory=2**28)
     yield
     ray.shutdown()
 
@@ -48,6 +44,16 @@ def kill(rollouts: RayRollouts) -> None:
     """End the actor's process as the kernel would; Ray starts it anew."""
     pid = ray.get(rollouts._hub.__ray_call__.remote(lambda hub: os.getpid()))
     os.kill(pid, signal.SIGKILL)
+
+
+def test_a_cluster_of_one_machine_listens_on_loopback_only() -> None:
+    own = {child.pid for child in psutil.Process().children(recursive=True)}
+    listening = [
+        connection.laddr.ip
+        for connection in psutil.net_connections(kind="inet")
+        if connection.pid in own and connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening and set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 def test_write_read_delete_and_finish(name: str) -> None:
