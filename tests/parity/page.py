@@ -66,9 +66,16 @@ Float64 again, bar 1e-9.
 
 In float64, variable width; the loop has its own router, experts and MTP module, and closed forms
 over the whole step (`tests/parity/reference_aux.py`). Megatron's router computes probabilities, and
-MTP its cross entropy, in float32. Bars: 1e-6; `between layouts` (gradients against those of the
+MTP its cross entropy, in float32 whatever the model; here they stay in float64
+(`tests/parity/float64.py`), so that nothing hides behind rounding. Bars: 1e-9, and 1e-6 for the
+load-balancing loss, whose counts stay in float32; `between layouts` (gradients against those of the
 first row of the same loss) 1e-9. `logged` is the auxiliary loss in Megatron's log, printed with
-seven digits; `bias` the expert biases.
+seven digits; `bias` the expert biases, which are float32.
+""",
+    "experts, float32 inside": """\
+## The same with Megatron's float32 inside
+
+A score is off by one rounding, 6e-8, now and then. Bar: 5e-6.
 """,
     "spread": """\
 ## What the load-balancing loss owes to the packing

@@ -2,7 +2,7 @@
 
 Formulas: RoPE (Su et al. 2021), RMSNorm, SwiGLU, grouped queries; top-k experts as in Switch
 Transformer and Mixtral; z-loss of ST-MoE; a module for the token after the next one as in the
-DeepSeek-V3 report. The router's probabilities are float32 in any model, as Megatron documents.
+DeepSeek-V3 report.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Routing:
 
     Attributes:
         logits: [T, E].
-        probabilities: float32 [T, E], of all experts.
+        probabilities: [T, E], of all experts.
         chosen: bool [T, E].
     """
 
@@ -150,18 +150,17 @@ def _experts(
     """Every expert on its own tokens, weighted by the router's gates."""
     logits = stream @ own["mlp.router.weight"].T
     if architecture.router_score == "softmax":
-        probabilities = logits.float().softmax(-1)
+        probabilities = logits.softmax(-1)
         choice = logits.topk(architecture.topk, -1).indices
         # The gates are a softmax over the chosen experts alone.
-        gates = logits.gather(-1, choice).float().softmax(-1)
+        gates = logits.gather(-1, choice).softmax(-1)
     else:
-        scores = torch.sigmoid(logits.float())
+        scores = torch.sigmoid(logits)
         probabilities = scores / scores.sum(-1, keepdim=True)
         ranked = scores if bias is None else scores + bias
         choice = ranked.topk(architecture.topk, -1).indices
         gates = scores.gather(-1, choice)
         gates = gates / gates.sum(-1, keepdim=True)
-    gates = gates.to(stream.dtype)
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, choice, True)
     routings.append(Routing(logits, probabilities, chosen))
     result = torch.zeros_like(stream)

@@ -16,6 +16,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -43,10 +44,11 @@ def write(path: Path, seed: int, stop: Path) -> None:
     draw = random.Random()
     directory, number = RolloutDirectory(path), 0
     while not stop.exists():
-        scratch = path.with_name(f"scratch-{number % 4}-{os.getpid()}")
         sizes = [random.Random(seed + number).randint(2, 20)]
-        write_demonstrations(RolloutDirectory(scratch), sizes, seed + number)
-        samples = RolloutDirectory(scratch).read(0, range(len(RolloutDirectory(scratch).index(0))))
+        with tempfile.TemporaryDirectory() as folder:
+            scratch = RolloutDirectory(folder)
+            write_demonstrations(scratch, sizes, seed + number)
+            samples = scratch.read(0, range(len(scratch.index(0))))
         while not stop.exists():
             try:
                 wait_for_room(directory, number, MAX_AHEAD, timeout=1.0)
