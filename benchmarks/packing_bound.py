@@ -25,7 +25,10 @@ def fractional_bound(lengths: NDArray[np.int64], capacity: int, unit: int) -> in
         unit: Tokens per unit of length; smaller ones give a higher bound, and take longer.
     """
     room = capacity // unit
-    sizes, demand = np.unique(lengths // unit, return_counts=True)
+    units = lengths // unit
+    sizes, demand = np.unique(units[units > 0], return_counts=True)
+    if not sizes.size:
+        return int(lengths.size > 0)
     solver = pywraplp.Solver.CreateSolver("GLOP")
     rows = [solver.Constraint(float(count), solver.infinity()) for count in demand]
     goal = solver.Objective()

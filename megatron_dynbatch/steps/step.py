@@ -175,12 +175,12 @@ class Step:
             packed, self.step_plan, self.dp_rank, self.cp_rank, self.plan.layout.cp
         )
         stock = stock_batch(packed)
-        if self.width is not None:  # a stock script's losses are weighted by the hooks
-            _ = local.untrained, local.float_weights
         if self.device.type == "cuda":
             local = _changed(local, lambda tensor: tensor.pin_memory())
             if self.width is not None:  # a stock script reads it
                 stock = {name: tensor.pin_memory() for name, tensor in stock.items()}
+        elif self.width is not None:  # the hooks weight a stock script's losses: not in its step
+            _ = local.untrained, local.float_weights
         return packed, local, stock
 
 
