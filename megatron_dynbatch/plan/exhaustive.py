@@ -10,9 +10,11 @@ from megatron_dynbatch.plan.level_fill import Items
 # Enough for the worst of many random steps of 16 samples; more samples may remain undecided.
 MOST_SAMPLES = 24
 MOST_NODES = 50_000
-# Steps whose best placement is searched for; up to ten samples seldom take a thousand nodes.
+# Steps whose best placement is searched for. Of 16 samples in one row, 190 random steps took 4 500
+# nodes at most; with more rows the search may end undecided.
 MOST_PLACED = 16
-MOST_PLACEMENT_NODES = 5_000
+MOST_PLACEMENT_NODES = 10_000
+MOST_NODES_OF_ROWS = 5_000
 
 
 def search_packing(
@@ -72,7 +74,8 @@ class PlacementSearch:
     """The placement of the least time at a count: the most loaded rank, or rows in lock-step.
 
     Samples go costliest first into every micro-batch with room; of micro-batches between which
-    nothing tells, one is tried. A branch ends where its figure reaches the best one known.
+    nothing tells, one is tried. A branch ends where its figure reaches the best one known, or
+    where ranks that are too full for any sample left leave others with more than that.
     """
 
     def __init__(self, items: Items, dp: int, num_rows: int, in_lockstep: bool) -> None:
@@ -82,6 +85,10 @@ class PlacementSearch:
         self.rows = none if items.logit_rows is None else items.logit_rows.tolist()
         num_bins = dp * num_rows
         self.tokens, self.loads, self.logits = ([0] * num_bins for _ in range(3))
+        self.total = sum(self.costs)
+        # With one row, ranks in lock-step wait for the dearest of them like any others.
+        self.by_rank = not in_lockstep or num_rows == 1
+        self.most_nodes = MOST_PLACEMENT_NODES if num_rows == 1 else MOST_NODES_OF_ROWS
         self.bin_of = [0] * len(self.sizes)
         self.num_empty = num_bins
         self.nodes = 0
@@ -101,16 +108,26 @@ class PlacementSearch:
             return sum(sorted(self.loads, reverse=True)[:: self.dp])
         return max(sum(self.loads[rank :: self.dp]) for rank in range(self.dp))
 
+    def _is_hopeless(self) -> bool:
+        """Whether the room below the limit that no sample fits any more is too much."""
+        spare = self.dp * (self.limit - 1) - self.total
+        for rank in range(self.dp):
+            room = self.limit - 1 - sum(self.loads[rank :: self.dp])
+            spare -= room if room < self.costs[0] else 0
+        return spare < 0
+
     def _place(self, item: int) -> None:
         if item < 0:
             self.limit, self.found = self._figure(), self.bin_of[:]
+            return
+        if self.by_rank and self._is_hopeless():
             return
         self.nodes += 1
         size, cost, rows = self.sizes[item], self.costs[item], self.rows[item]
         tried: set[tuple[object, ...]] = set()
         for number, tokens in enumerate(self.tokens):
             is_empty = not tokens
-            if self.nodes > MOST_PLACEMENT_NODES or self.num_empty - is_empty > item:
+            if self.nodes > self.most_nodes or self.num_empty - is_empty > item:
                 continue
             fits = tokens + size <= self.items.capacity
             fits = fits and self.logits[number] + rows <= self.items.logit_capacity
