@@ -43,6 +43,8 @@ def write(path: Path, seed: int, stop: Path) -> None:
 
     draw = random.Random()
     directory, number = RolloutDirectory(path), 0
+    while directory.state(number + 1) == "present":  # the last one may be written again
+        number += 1
     while not stop.exists():
         sizes = [random.Random(seed + number).randint(2, 20)]
         with tempfile.TemporaryDirectory() as folder:
