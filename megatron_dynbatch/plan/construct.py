@@ -34,6 +34,9 @@ RANK_SLACKS = (1.0005, 1.005)
 # A placement whose ranks are further from even is not worth evening out.
 NEARLY_EVEN = 1.05
 MAX_PROPOSALS = 200
+# Of larger steps up to this size a few rows are evened out, where ranks run in lock-step.
+MEDIUM_NUM_SAMPLES = 8192
+MEDIUM_PROPOSALS = 40
 
 
 def row_width(layout: ParallelLayout) -> int:
@@ -66,7 +69,12 @@ def constructions(
         layout: The parallel layout.
     """
     dp, num_bins = layout.dp, layout.dp * num_rows
-    best = _in_rows(items, bin_of, dp, num_bins, dp)
+    proposals = 0
+    if items.sizes.size <= SEARCH_NUM_SAMPLES:
+        proposals = MAX_PROPOSALS
+    elif layout.lockstep_ranks > 1 and items.sizes.size <= MEDIUM_NUM_SAMPLES:
+        proposals = MEDIUM_PROPOSALS
+    best = _in_rows(items, bin_of, dp, num_bins, dp, proposals)
     finalists = [best]
     if layout.lockstep_ranks == 1 and not _is_even(best):
         finalists = _for_the_barrier(items, best)
@@ -76,20 +84,25 @@ def constructions(
     if items.sizes.size <= MOST_PLACED and layout.pp == 1 and width == dp:
         return [_searched(finalists[0], layout.lockstep_ranks > 1)]
     if width < dp:
-        finalists.append(_in_rows(items, bin_of, dp, num_bins, width))
+        finalists.append(_in_rows(items, bin_of, dp, num_bins, width, proposals))
         if items.sizes.size <= SEARCH_NUM_SAMPLES:
             for placement in finalists:
                 even_groups(placement, width, MAX_PROPOSALS)
     if layout.pp > 1:
-        flat = _in_rows(items, bin_of, dp, num_bins, num_bins)
+        flat = _in_rows(items, bin_of, dp, num_bins, num_bins, proposals)
         finalists.append(dealt(flat, dp, width))
     return finalists
 
 
 def _in_rows(
-    items: Items, bin_of: NDArray[np.int64], dp: int, num_bins: int, width: int
+    items: Items,
+    bin_of: NDArray[np.int64],
+    dp: int,
+    num_bins: int,
+    width: int,
+    proposals: int,
 ) -> Placement:
-    """The placement with the cheapest rows of `width` micro-batches."""
+    """The placement with the cheapest rows of `width` micro-batches, evened out so often."""
     num_rows = num_bins // width
     is_small = items.sizes.size <= SEARCH_NUM_SAMPLES
     candidates: list[NDArray[np.int64] | None] = [bin_of]
@@ -108,8 +121,7 @@ def _in_rows(
         ),
         key=lambda placement: placement.lockstep_cost,
     )
-    if is_small:
-        even_rows(best, MAX_PROPOSALS)
+    even_rows(best, proposals)
     return dealt(best, dp, min(width, dp))
 
 

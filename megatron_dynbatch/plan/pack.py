@@ -32,7 +32,7 @@ from megatron_dynbatch.plan.simple import expand_bins_by_splitting
 
 # Share of all room up to which a large step whose tight packing is known is worth filling to
 # levels.
-LOOSE_FILL = 0.97
+LOOSE_FILL = 0.985
 UNLIMITED = 1 << 62
 
 
