@@ -69,7 +69,7 @@ class Contest:
         self.times: dict[str, list[Times]] = defaultdict(list)
         self.between: list[Times] = []
         self.packing: list[float] = []
-        self.profile = cProfile.Profile(time.thread_time)
+        self.profile = cProfile.Profile()
         self._orders = itertools.cycle(itertools.permutations(("stock", "plugin", "stock again")))
         self._between = np.zeros(2)
         self._swapped = Swapped()

@@ -34,9 +34,10 @@ RANK_SLACKS = (1.0005, 1.005)
 # A placement whose ranks are further from even is not worth evening out.
 NEARLY_EVEN = 1.05
 MAX_PROPOSALS = 200
-# Of larger steps up to this size a few rows are evened out, where ranks run in lock-step.
-MEDIUM_NUM_SAMPLES = 8192
+# Of larger steps a few rows are evened out where ranks run in lock-step: so many, and so many
+# exchanges looked at in all, a micro-batch's samples against all samples each time.
 MEDIUM_PROPOSALS = 40
+MEDIUM_EXCHANGES = 600_000
 
 
 def row_width(layout: ParallelLayout) -> int:
@@ -69,11 +70,13 @@ def constructions(
         layout: The parallel layout.
     """
     dp, num_bins = layout.dp, layout.dp * num_rows
+    num_samples = items.sizes.size
     proposals = 0
-    if items.sizes.size <= SEARCH_NUM_SAMPLES:
+    if num_samples <= SEARCH_NUM_SAMPLES:
         proposals = MAX_PROPOSALS
-    elif layout.lockstep_ranks > 1 and items.sizes.size <= MEDIUM_NUM_SAMPLES:
-        proposals = MEDIUM_PROPOSALS
+    elif layout.lockstep_ranks > 1:
+        exchanges = num_samples * (num_samples + num_bins) // num_bins
+        proposals = min(MEDIUM_PROPOSALS, MEDIUM_EXCHANGES // exchanges)
     best = _in_rows(items, bin_of, dp, num_bins, dp, proposals)
     finalists = [best]
     if layout.lockstep_ranks == 1 and not _is_even(best):
