@@ -168,9 +168,8 @@ def _rows(parts: Sequence[Sequence[Number]]) -> Tensor:
     """
     flat = [part for row in parts for part in row]
     if all(not isinstance(part, Tensor) or part.is_cpu for part in flat):
-        return torch.tensor([float(part) for part in flat], dtype=torch.float64).view(
-            len(parts), -1
-        )
+        on_cpu = [part.item() if isinstance(part, Tensor) else float(part) for part in flat]
+        return torch.tensor(on_cpu, dtype=torch.float64).view(len(parts), -1)
     places = [i for i, part in enumerate(flat) if isinstance(part, Tensor)]
     numbers = torch.tensor(
         [0.0 if isinstance(part, Tensor) else float(part) for part in flat], dtype=torch.float64
