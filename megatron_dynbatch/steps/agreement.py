@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -12,11 +13,17 @@ import numpy as np
 from megatron_dynbatch._version import __version__
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions
 from megatron_dynbatch.rollouts import PER_TOKEN_FIELDS, Sample
-from megatron_dynbatch.steps.announce import Staleness
+from megatron_dynbatch.steps.announce import Origins, Staleness
 from megatron_dynbatch.steps.cursor import Cursor
 from megatron_dynbatch.steps.prefetch import OpenBatch
 
 _OPTIONAL = ("advantage", *PER_TOKEN_FIELDS)
+
+
+def steps_digest(plan: Plan, origins: Origins) -> str:
+    """Hash of which samples each step has, whatever ranks and micro-batches they are on."""
+    steps = [[origins[row] for row in step.samples.tolist()] for step in plan.steps]
+    return hashlib.sha256(json.dumps(steps).encode()).hexdigest()
 
 
 def setting_facts(

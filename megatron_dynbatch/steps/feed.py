@@ -20,7 +20,12 @@ from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions
 from megatron_dynbatch.plan.handshake import publish_layout
 from megatron_dynbatch.rollouts import RolloutSource, Sample
 from megatron_dynbatch.rollouts.flow import publish_progress
-from megatron_dynbatch.steps.agreement import batch_facts, sample_digests, setting_facts
+from megatron_dynbatch.steps.agreement import (
+    batch_facts,
+    sample_digests,
+    setting_facts,
+    steps_digest,
+)
 from megatron_dynbatch.steps.announce import Announcer, Staleness, rows_by_batch
 from megatron_dynbatch.steps.cursor import STEP_OPTIONS, Cursor
 from megatron_dynbatch.steps.exchange import Exchange, progress
@@ -31,7 +36,6 @@ from megatron_dynbatch.steps.read_rows import (
     read_rows,
     rows_of_rank,
     sample_of_lengths,
-    steps_digest,
 )
 from megatron_dynbatch.steps.step import Step
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Collection, Iterable
 
 import numpy as np
@@ -60,12 +58,6 @@ def sample_of_lengths(index: SampleIndex, row: int) -> Sample:
     """A sample of which only the lengths are known."""
     tokens, response = int(index.total_lengths[row]), int(index.response_lengths[row])
     return Sample(np.zeros(tokens, np.int64), loss_mask=np.zeros(response, np.uint8))
-
-
-def steps_digest(plan: Plan, origins: Origins) -> str:
-    """Hash of which samples each step has, whatever ranks and micro-batches they are on."""
-    steps = [[origins[row] for row in step.samples.tolist()] for step in plan.steps]
-    return hashlib.sha256(json.dumps(steps).encode()).hexdigest()
 
 
 def check_log_probs(batch: OpenBatch, fields: Collection[str] | None) -> None:
