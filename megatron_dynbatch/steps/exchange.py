@@ -14,30 +14,25 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dynbatch.errors import DynbatchError
+from megatron_dynbatch.steps.attempt import join_attempt
+from megatron_dynbatch.steps.waiting import (
+    FAILED,
+    GRACE_SECONDS,
+    RankFailure,
+    alone_error,
+    exchange_prefix,
+    named,
+    timeout_error,
+    wait_until,
+)
+from megatron_dynbatch.steps.waiting import poll_seconds as poll_seconds
+from megatron_dynbatch.steps.waiting import progress as progress
 
-_PROGRESS_SECONDS = 10.0
-_POLL_SECONDS = (0.0005, 0.2)
-_POLL_SHARE = 0.02
-# The others' patience beyond rank 0's, so that its error, which names the missing, comes first.
-_GRACE_SECONDS = 10.0
+_POLL_SECONDS = 0.05
 _LINGER_SECONDS = 2.0
 # One wrong option may change many others; the first fields name it.
 _MOST_FIELDS = 8
 _LONGEST_VALUE = 120
-
-
-def poll_seconds(waited: float) -> float:
-    """How long to sleep before looking again: a small part of what was waited already.
-
-    So whoever waits is late by a few per cent at most, and asks less often the longer it takes.
-    """
-    shortest, longest = _POLL_SECONDS
-    return min(max(shortest, _POLL_SHARE * waited), longest)
-
-
-class RankFailure(DynbatchError, RuntimeError):
-    """Another rank failed, disagreed, or did not arrive."""
 
 
 class Exchange:
@@ -62,15 +57,11 @@ class Exchange:
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
-        self._store = dist.PrefixStore(f"megatron_dynbatch/{name}", store)
+        self._store = dist.PrefixStore(exchange_prefix(name), store)
         self._calls = 0
         self._own_keys: list[tuple[int, str]] = []
         if self._store.add(f"joined/{rank}", 1) > 1:
-            error = RankFailure(
-                f"rank {rank} joined a second time: it was restarted alone, and knows nothing of "
-                "what the others trained; restart all ranks from the last checkpoint (or two "
-                f"exchanges of this job have the name {name!r}: give each its own)"
-            )
+            error = alone_error(rank, name)
             self.fail(error)
             raise error
 
@@ -81,10 +72,18 @@ class Exchange:
 
     @classmethod
     def of_job(cls, *, timeout: float, name: str) -> Exchange:
-        """Over the store of the initialised ``torch.distributed`` job."""
+        """Over the store of the initialised ``torch.distributed`` job; every rank must call it.
+
+        What earlier attempts left in the store has no part in it (see `attempt`).
+
+        Raises:
+            RankFailure: Not all ranks called it, or this one was restarted alone.
+        """
         # torch offers no public accessor for the store that init_process_group made.
         store = dist.distributed_c10d._get_default_store()
-        return cls(store, dist.get_rank(), dist.get_world_size(), timeout=timeout, name=name)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        own = join_attempt(store, rank, world_size, timeout=timeout, name=name)
+        return cls(own, rank, world_size, timeout=timeout, name=name)
 
     def broadcast(self, make: Callable[[], Any], waiting_for: str, timeout: float) -> Any:
         """Return on every rank what ``make`` returns on rank 0.
@@ -131,7 +130,7 @@ class Exchange:
             self._wait(
                 [f"{key}/equal"],
                 lambda _: self._whom_all_wait_for(key),
-                self.timeout + _GRACE_SECONDS,
+                self.timeout + GRACE_SECONDS,
             )
             self._forget(self._calls + 1)
 
@@ -163,13 +162,13 @@ class Exchange:
         Returns when those that wait now have heard of it: the launcher ends all ranks when the
         first one exits, and each of them should have named the error before.
         """
-        if self._store.check(["failed"]):  # the first error is the cause
+        if self._store.check([FAILED]):  # the first error is the cause
             return
         kind = "" if isinstance(error, RankFailure) else f"{type(error).__name__}: "
-        self._store.set("failed", f"rank {self.rank}: {kind}{error}")
+        self._store.set(FAILED, f"rank {self.rank}: {kind}{error}")
         deadline = time.monotonic() + _LINGER_SECONDS
         while self._store.add("heard", 0) < self.world_size - 1 and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS[1] / 4)
+            time.sleep(_POLL_SECONDS)
 
     def failing(self) -> _Failing:
         """Context in which an error is told to the other ranks before it propagates."""
@@ -178,7 +177,7 @@ class Exchange:
     def _wait_for_all(self, key: str, timeout: float) -> None:
         self._wait(
             [f"{key}/{rank}" for rank in range(self.world_size)],
-            lambda missing: f"{_named(missing)} to read the rollout batch and compare plans",
+            lambda missing: f"{named(missing)} to read the rollout batch and compare plans",
             timeout,
         )
 
@@ -186,7 +185,7 @@ class Exchange:
         missing = self._missing([f"{key}/{rank}" for rank in range(self.world_size)])
         if not missing:
             return "rank 0 to compare all ranks"
-        return f"{_named(missing)} to read the rollout batch and compare plans"
+        return f"{named(missing)} to read the rollout batch and compare plans"
 
     def _compare_all(self, key: str) -> None:
         ranks = range(self.world_size)
@@ -235,27 +234,30 @@ class Exchange:
         self, keys: Sequence[str], waiting_for: Callable[[list[int]], str], timeout: float
     ) -> None:
         """Wait until all keys are there; ``waiting_for`` describes the places of missing ones."""
-        start = time.monotonic()
-        next_line = start + _PROGRESS_SECONDS
-        while not self._store.check(list(keys)):
-            if self._store.check(["failed"]):
-                failure = self._store.get("failed").decode()
-                self._store.add("heard", 1)
-                raise RankFailure(failure)
-            now = time.monotonic()
-            if now - start > timeout:
-                error = RankFailure(
-                    f"rank {self.rank} waited {timeout:.0f} s for "
-                    f"{waiting_for(self._missing(keys))}, in vain; see what holds it up, or raise "
-                    "--agreement-timeout"
-                )
-                self.fail(error)
-                raise error
-            if now > next_line:
-                what = waiting_for(self._missing(keys))
-                progress(f"rank {self.rank} has waited {now - start:.0f} s for {what}")
-                next_line = now + _PROGRESS_SECONDS
-            time.sleep(poll_seconds(now - start))
+        def is_there() -> bool:
+            if self._store.check(list(keys)):
+                return True
+            if not self._store.check([FAILED]):
+                return False
+            # Who has told all may go on, and end this exchange, before its last word is read.
+            if self._store.check(list(keys)):
+                return True
+            failure = self._store.get(FAILED).decode()
+            self._store.add("heard", 1)
+            raise RankFailure(failure)
+
+        def in_vain() -> RankFailure:
+            error = timeout_error(self.rank, timeout, waiting_for(self._missing(keys)))
+            self.fail(error)
+            return error
+
+        wait_until(
+            is_there,
+            self.rank,
+            lambda: waiting_for(self._missing(keys)),
+            timeout,
+            in_vain,
+        )
 
     def _missing(self, keys: Sequence[str]) -> list[int]:
         """Places of the keys that are not there."""
@@ -274,20 +276,9 @@ class _Failing:
             self.exchange.fail(error)
 
 
-def progress(line: str) -> None:
-    """Print one line about waiting, at once."""
-    print(f"[megatron_dynbatch] {line}", flush=True)
-
-
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
 def _told(field: str, values: Mapping[str | None, Sequence[int]]) -> str:
     """Which ranks have which value of a field."""
-    parts = [f"{_shortened(value)} on {_named(ranks)}" for value, ranks in values.items()]
+    parts = [f"{_shortened(value)} on {named(ranks)}" for value, ranks in values.items()]
     return f"{field} is {' but '.join(parts)}"
 
 
