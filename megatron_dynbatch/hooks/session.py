@@ -25,6 +25,7 @@ from megatron_dynbatch.hooks.arguments import (
 )
 from megatron_dynbatch.hooks.horizon import HorizonWarning
 from megatron_dynbatch.hooks.progress import progress_from_args
+from megatron_dynbatch.hooks.rendezvous import install_rendezvous, uninstall_rendezvous
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.report import StepReportWriter
 from megatron_dynbatch.steps import Cursor, Exchange, Step, StepFeed
@@ -93,7 +94,7 @@ class Session:
             self.options,
             dp_rank=mpu.get_data_parallel_rank(),
             cp_rank=mpu.get_context_parallel_rank(),
-            exchange=Exchange.of_job(timeout=args.agreement_timeout, name=str(self.number)),
+            exchange=Exchange.of_job(timeout=args.agreement_timeout, name="training"),
             batch_timeout=args.batch_timeout,
             # Where tensors for the GPU are; on the CPU runner that is the CPU.
             device=torch.empty(0, device=torch.cuda.current_device()).device,
@@ -151,6 +152,7 @@ def start_session(args: argparse.Namespace) -> Session:
     global _session
     end_session()
     _session = Session(args)
+    install_rendezvous()  # the process group is made after the arguments are known
     return _session
 
 
@@ -160,6 +162,7 @@ def end_session() -> None:
     if _session is not None:
         _session.close()
     _session = None
+    uninstall_rendezvous()
 
 
 def session() -> Session | None:
