@@ -54,7 +54,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--rollouts", type=Path, metavar="DIR", help="a rollout directory")
     source.add_argument("--lengths", type=Path, metavar="FILE", help="Parquet or JSONL of lengths")
     source.add_argument("--distribution", choices=DISTRIBUTIONS, help="a named distribution")
-    group.add_argument("--batch", type=int, default=0, help="batch of the rollout directory")
+    group.add_argument("--batch", type=int, help="of the directory; default: the first one kept")
     group.add_argument("--num-samples", type=int, default=256)
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--agentic", action="store_true", help="several samples per rollout")

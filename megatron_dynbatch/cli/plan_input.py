@@ -12,6 +12,7 @@ import numpy as np
 from megatron_dynbatch.plan import PlanError
 from megatron_dynbatch.plan.distributions import draw_lengths, draw_rollout_ids
 from megatron_dynbatch.rollouts import RolloutDirectory, SampleIndex
+from megatron_dynbatch.rollouts.kept import first_kept
 
 # Columns of a file of lengths; the first of each that is there counts.
 COLUMNS = {
@@ -30,7 +31,8 @@ def read_index(args: argparse.Namespace) -> SampleIndex:
         ValueError: The directory, the file or the distribution cannot be used; says why.
     """
     if args.rollouts is not None:
-        return RolloutDirectory(args.rollouts).index(args.batch)
+        directory = RolloutDirectory(args.rollouts)
+        return directory.index(first_kept(directory) if args.batch is None else args.batch)
     if args.lengths is not None:
         return _read_file(args.lengths)
     lengths = draw_lengths(args.distribution, args.num_samples, args.seed)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dynbatch.rollouts import OPTIONAL_FIELDS, RolloutDirectory, Sample
+from megatron_dynbatch.rollouts.kept import first_kept
 
 LONGEST = 24
 _VOCAB = 32
@@ -91,16 +92,17 @@ def _changed(sample: Sample, **changes: object) -> Sample:
 
 
 def read_batches(path: Path, num_batches: int) -> list[list[Sample]]:
-    """The first batches of a rollout directory.
+    """The first batches of a rollout directory that are still there.
 
     Raises:
         ValueError: The directory holds no batch.
     """
     directory = RolloutDirectory(path)
     batches: list[list[Sample]] = []
-    while len(batches) < num_batches and directory.state(len(batches)) == "present":
-        rows = range(len(directory.index(len(batches))))
-        batches.append(list(directory.read(len(batches), rows)))
+    batch_id = first_kept(directory)
+    while len(batches) < num_batches and directory.state(batch_id) == "present":
+        batches.append(list(directory.read(batch_id, range(len(directory.index(batch_id))))))
+        batch_id += 1
     if not batches:
         raise ValueError(f"{path} holds no rollout batch; leave --rollouts out to make some up")
     return batches

@@ -24,6 +24,7 @@ from megatron_dynbatch.plan.options import (
     OVERSIZE_POLICIES,
 )
 from megatron_dynbatch.rollouts import RolloutSource, open_transport
+from megatron_dynbatch.rollouts.flow import PROGRESS_NOTE
 from megatron_dynbatch.steps.announce import STALE_POLICIES, Staleness
 
 WIDTHS = ("fixed", "variable")
@@ -219,7 +220,8 @@ def settle_args(args: argparse.Namespace) -> None:
         raise OptionError(
             f"--keep-batches {args.keep_batches}: give a number of batches, 0 or more"
         )
-    source_from_args(args).state(0)  # raises if the path is something else than rollouts
+    # Raises if the path is something else than rollouts, whichever batches are still there.
+    source_from_args(args).published(PROGRESS_NOTE)
     if args.micro_batch_width == "variable":
         args.variable_seq_lengths = True
 

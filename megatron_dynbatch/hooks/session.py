@@ -26,6 +26,7 @@ from megatron_dynbatch.hooks.arguments import (
 from megatron_dynbatch.hooks.horizon import HorizonWarning
 from megatron_dynbatch.hooks.progress import progress_from_args
 from megatron_dynbatch.hooks.rendezvous import install_rendezvous, uninstall_rendezvous
+from megatron_dynbatch.hooks.resume import check_batches, completed_iteration
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.report import StepReportWriter
 from megatron_dynbatch.steps import Cursor, Exchange, Step, StepFeed
@@ -58,6 +59,8 @@ class Session:
         self._feed: StepFeed | None = None
         self._restored: Cursor | None = None
         self._cursors: dict[int, Cursor] = {}
+        self._completed_before: int | None = None
+        self._is_checked = False
 
     @cached_property
     def has_aux_losses(self) -> bool:
@@ -110,15 +113,23 @@ class Session:
     def at_step_boundary(self, iteration: int) -> None:
         """Note where a checkpoint of this iteration stands, and learn of completed ones.
 
-        Megatron names the last completed checkpoint, saved asynchronously or not, in one file.
+        Megatron names the last completed checkpoint, saved asynchronously or not, in one file,
+        which rank 0 alone looks at.
+
+        Raises:
+            ResumeError: At the first one, on every rank: batches that training needs were deleted.
         """
-        if self.args.keep_batches is None or not self.args.save:
+        if not self._is_checked:
+            check_batches(self.feed, self.args)
+            self._is_checked = True
+        if self.args.keep_batches is None or not self.args.save or self.feed.exchange.rank:
             return
         self._cursors[iteration] = self.feed.cursor
-        tracker = Path(self.args.save) / "latest_checkpointed_iteration.txt"
-        text = tracker.read_text().strip() if tracker.exists() else ""
-        completed = int(text) if text.isdecimal() else -1
-        if completed in self._cursors:
+        completed = completed_iteration(Path(self.args.save))
+        if self._completed_before is None:
+            self._completed_before = completed
+        # What stood there before may be of a run that came to this iteration by other batches.
+        if completed != self._completed_before and completed in self._cursors:
             self.feed.checkpoint_completed(self._cursors[completed])
             self._cursors = {i: c for i, c in self._cursors.items() if i > completed}
 

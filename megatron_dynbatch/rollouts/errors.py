@@ -1,4 +1,4 @@
-"""The one error of this package."""
+"""The errors of this package."""
 
 from collections.abc import Sequence
 
@@ -15,3 +15,7 @@ class RolloutDataError(DynbatchError, ValueError):
     def __init__(self, message: str, faults: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.faults = tuple(faults) or (message,)
+
+
+class BatchDeleted(RolloutDataError):
+    """A batch that retention deleted, because a completed checkpoint lay beyond it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 
-from megatron_dynbatch.rollouts.errors import RolloutDataError
+from megatron_dynbatch.rollouts.errors import BatchDeleted, RolloutDataError
 from megatron_dynbatch.rollouts.source import BatchState
 
 _NOTE_NAME = re.compile(r"[a-z][a-z0-9_-]*")
@@ -124,9 +124,9 @@ def check_note_name(name: str) -> None:
         raise RolloutDataError(f"note name {name!r}: use lower-case letters, digits, - and _")
 
 
-def deleted_error(what: str) -> RolloutDataError:
+def deleted_error(what: str) -> BatchDeleted:
     """The error of reading a batch that retention deleted."""
-    return RolloutDataError(
+    return BatchDeleted(
         f"{what} was deleted: a checkpoint that was completed lies beyond it; resume from that "
         "checkpoint or a later one, or keep more batches (--keep-batches)"
     )

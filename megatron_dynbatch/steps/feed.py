@@ -37,6 +37,7 @@ from megatron_dynbatch.steps.read_rows import (
     rows_of_rank,
     sample_of_lengths,
 )
+from megatron_dynbatch.steps.retention import delete_trained
 from megatron_dynbatch.steps.step import Step
 
 BatchNeeded = Callable[[Cursor], None]
@@ -187,7 +188,7 @@ class StepFeed:
     def checkpoint_completed(self, cursor: Cursor) -> None:
         """Delete what no resume needs, now that a checkpoint with `cursor` is completed."""
         if self.keep_batches is not None and self.exchange.rank == 0:
-            self.source.delete_before(max(0, cursor.first_batch - self.keep_batches))
+            delete_trained(self.source, cursor, self.keep_batches)
 
     def _make_step(self, batch: OpenBatch, step_index: int) -> Step:
         if step_index not in batch.steps:

@@ -20,6 +20,7 @@ import numpy as np
 
 from megatron_dynbatch.plan import Plan
 from megatron_dynbatch.rollouts import RolloutSource, SampleIndex
+from megatron_dynbatch.rollouts.kept import is_deleted
 from megatron_dynbatch.steps.cursor import Cursor
 
 type Rollout = tuple[int, int]
@@ -89,15 +90,27 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Entry]:
 def imbalance(entries: Iterable[Entry], source: RolloutSource, num_batches: int) -> list[str]:
     """What is wrong if every rollout of the first batches should be there exactly once.
 
+    Of a batch that was deleted nobody knows how many rollouts it had; there only a rollout that is
+    named twice is told.
+
     Returns:
         One sentence per rollout that is missing or there more than once; empty if all balances.
     """
-    indices = [source.index(batch_id) for batch_id in range(num_batches)]
-    counts = Counter({(b, r): 0 for b, i in enumerate(indices) for r in range(i.num_rollouts)})
+    kept = [batch_id for batch_id in range(num_batches) if not is_deleted(source, batch_id)]
+    indices = {batch_id: source.index(batch_id) for batch_id in kept}
+    counts = Counter({(b, r): 0 for b, i in indices.items() for r in range(i.num_rollouts)})
+    of_deleted: Counter[Rollout] = Counter()
     for entry in entries:
         for batch, row in (*entry.consumed, *entry.dropped):
-            counts[batch, int(indices[batch].rollout_indices[row])] += 1
+            if batch in indices:
+                counts[batch, int(indices[batch].rollout_indices[row])] += 1
+            else:
+                of_deleted[batch, row] += 1
     return [
+        f"the rollout of row {row} of batch {batch}, which was deleted, is there {count} times"
+        for (batch, row), count in sorted(of_deleted.items())
+        if count != 1
+    ] + [
         f"rollout {rollout} (in order of appearance) of batch {batch} is there {count} times"
         for (batch, rollout), count in sorted(counts.items())
         if count != 1

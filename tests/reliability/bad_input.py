@@ -204,6 +204,7 @@ SHOWN_ELSEWHERE = {
     "--keep-batches": "tests/hooks/test_arguments.py",
     "--on-batch-needed": "tests/hooks/test_arguments.py",
     "the checkpoint counts": "tests/parity/test_resume.py",
+    "training would go on at rollout batch": "tests/hooks/test_retention.py",
     "the loss function must return one scalar": "tests/hooks/test_loss.py",
     "rank … (DP rank …): the loss of step": "tests/reliability/test_numbers.py",
     "this Megatron does not match": "tests/hooks/test_sites.py",

@@ -133,6 +133,22 @@ _TRAPS: dict[str, Callable[[Kill], None]] = {
 }
 
 
+def run_flags(rollouts: Path, folder: Path) -> dict[str, object]:
+    """Options of a run of its own in a folder."""
+    return {
+        "dynamic-global-batch": True,
+        "rollout-path": rollouts,
+        "rollouts-per-step": PER_STEP,
+        "max-tokens-per-gpu": CAPACITY,
+        "train-samples": TOTAL,
+        "precision": "float32",
+        "step-report": folder / "steps.jsonl",
+        "rollout-ledger": folder / "ledger.jsonl",
+        "save": folder / "checkpoints",
+        "save-interval": SAVE_INTERVAL,
+    }
+
+
 def run(rollouts: Path, folder: Path, layout: Layout, kill: Kill | None = None) -> None:
     """Train from the newest checkpoint in the folder, if there is one, to the end or to the kill.
 
@@ -142,16 +158,7 @@ def run(rollouts: Path, folder: Path, layout: Layout, kill: Kill | None = None) 
     saved = folder / "checkpoints"
     is_resumed = (saved / "latest_checkpointed_iteration.txt").exists()
     flags = {
-        "dynamic-global-batch": True,
-        "rollout-path": rollouts,
-        "rollouts-per-step": PER_STEP,
-        "max-tokens-per-gpu": CAPACITY,
-        "train-samples": TOTAL,
-        "precision": "float32",
-        "step-report": folder / "steps.jsonl",
-        "rollout-ledger": folder / "ledger.jsonl",
-        "save": saved,
-        "save-interval": SAVE_INTERVAL,
+        **run_flags(rollouts, folder),
         "load": saved if is_resumed else None,
         **layout.flags(),
     }

@@ -92,6 +92,19 @@ def test_what_is_lost_or_doubled_is_named(tmp_path: Path) -> None:
     ]
 
 
+def test_of_a_deleted_batch_only_what_is_doubled_is_named(tmp_path: Path) -> None:
+    queue, path = rollouts(), tmp_path / "ledger"
+    train(feed(queue, "partial", path))
+    entries = read_ledger(path)
+    queue.delete_before(1)
+    assert imbalance(entries, queue, len(SIZES)) == []
+    doubled = [*entries, replace(entries[0], batch_id=9, consumed=((0, 3), (1, 0)))]
+    assert imbalance(doubled, queue, len(SIZES)) == [
+        "the rollout of row 3 of batch 0, which was deleted, is there 2 times",
+        "rollout 0 (in order of appearance) of batch 1 is there 2 times",
+    ]
+
+
 def test_a_last_line_cut_short_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     train(feed(rollouts(), "partial", path))
