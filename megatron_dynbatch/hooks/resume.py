@@ -106,7 +106,7 @@ def saved_cursor(checkpoint: Path) -> Cursor | None:
 def _saved_arguments(checkpoint: Path) -> Any:
     legacy = sorted(checkpoint.glob("mp_rank_*/model_optim_rng.pt"))
     if legacy:
-        return torch.load(legacy[0], map_location="cpu", mmap=True)["args"]
+        return torch.load(legacy[0], map_location="cpu", mmap=True, weights_only=True)["args"]
     from megatron.core import dist_checkpointing
 
     return dist_checkpointing.load_common_state_dict(str(checkpoint))["args"]

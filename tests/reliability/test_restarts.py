@@ -66,7 +66,7 @@ def test_torchrun_starts_a_loop_of_ones_own_again(form: str, tmp_path: Path) -> 
 
 # Where a rank dies (see `kills.POINTS`), and steps that are trained twice then.
 DEATHS = [
-    ("static", "forward|8|1", {3}),  # in the third step, after the first checkpoint
+    ("static", "forward|10|1", {3}),  # in the fourth step, after the first checkpoint
     ("standalone", "checkpoint write|1|0", {1, 2}),  # the first checkpoint is not completed
     ("c10d", "forward|2|0", set()),  # before any step
 ]
@@ -126,7 +126,7 @@ def test_max_restarts_goes_on_at_the_cursor(
 def test_the_same_command_started_again_goes_on_at_the_cursor(
     rollouts: Path, uninterrupted: list[Row], tmp_path: Path
 ) -> None:
-    assert pretrain(rollouts, tmp_path, "static", "forward|8|1") != 0
+    assert pretrain(rollouts, tmp_path, "static", "forward|10|1") != 0
     assert len(rows(tmp_path)) < NUM_STEPS
     code = pretrain(rollouts, tmp_path, "static", None)
     assert code == 0, (tmp_path / "stderr").read_text()[-3000:]
