@@ -35,5 +35,5 @@ def torchrun(
             sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *flags[form],
             "--nproc-per-node", str(ranks), "--max-restarts", str(restarts), *map(str, command),
         ],
-        env={**os.environ, **given}, cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, **given}, cwd=ROOT, capture_output=True, text=True, timeout=900,
     )  # fmt: skip

@@ -112,6 +112,7 @@ def check_whole(folder: Path, rollouts: Path, wanted: list[Row], twice: set[int]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("form", "death", "twice"), DEATHS)
 def test_max_restarts_goes_on_at_the_cursor(
     form: str, death: str, twice: set[int], rollouts: Path, uninterrupted: list[Row], tmp_path: Path
@@ -123,6 +124,7 @@ def test_max_restarts_goes_on_at_the_cursor(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_same_command_started_again_goes_on_at_the_cursor(
     rollouts: Path, uninterrupted: list[Row], tmp_path: Path
 ) -> None:

@@ -134,3 +134,22 @@ def test_a_rank_that_restarts_alone_ends_the_job_on_all_ranks() -> None:
         Exchange(store, 1, 2, timeout=20.0)
     thread.join(20)
     assert results[0] is not None and "restarted alone" in results[0]
+
+
+def test_a_word_to_all_is_heard_although_the_exchange_ended_right_after_it() -> None:
+    """Rank 0 may answer, go on and begin anew between two looks of a slow rank."""
+    exchange = Exchange(dist.HashStore(), 1, 2, timeout=5.0)
+    store = exchange._store
+
+    class Overtaken:
+        def check(self, keys: list[str]) -> bool:
+            if keys == ["failed"] and not store.check(keys):
+                store.set("1/broadcast", '"the end"')
+                store.set("failed", "rank 0: rank 0 joined a second time")
+            return store.check(keys)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+    exchange._store = Overtaken()  # type: ignore[assignment]
+    assert exchange.broadcast(str, "it", 5.0) == "the end"
