@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -31,7 +30,18 @@ from typing import Any, Literal
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
 from megatron_dynbatch.rollouts.errors import RolloutDataError
-from megatron_dynbatch.rollouts.files import TEMPORARY, replace_text, sync, text_of, write_text
+from megatron_dynbatch.rollouts.files import (
+    TEMPORARY,
+    make_folder,
+    move_folder,
+    new_file,
+    remove_file,
+    remove_folder,
+    replace_text,
+    sync,
+    text_of,
+    write_text,
+)
 from megatron_dynbatch.rollouts.index import SampleIndex
 from megatron_dynbatch.rollouts.manifest import MANIFEST, read_manifest, write_manifest
 from megatron_dynbatch.rollouts.marker import FORMAT_VERSION, DirectoryMarker
@@ -42,7 +52,7 @@ from megatron_dynbatch.rollouts.parquet_read import (
     read_part,
     read_places,
 )
-from megatron_dynbatch.rollouts.parquet_write import Parts, new_file, write_index, write_part
+from megatron_dynbatch.rollouts.parquet_write import Parts, write_index, write_part
 from megatron_dynbatch.rollouts.sample import Sample
 from megatron_dynbatch.rollouts.source import BatchState
 from megatron_dynbatch.rollouts.store import batch_number, check_key, check_note_name, deleted_error
@@ -123,16 +133,16 @@ class RolloutDirectory:
         stamp = uuid.uuid4().hex
         with self._new_slot() as slot:
             for number, rows in enumerate(division.rows):
-                with new_file(slot / _part_name(number)) as file:
+                with new_file(slot / _part_name(number), "part") as file:
                     members = [batch[row] for row in rows]
                     write_part(file, members, rows, stamp=stamp)
-            with new_file(slot / _INDEX) as file:
+            with new_file(slot / _INDEX, "index") as file:
                 write_index(file, batch.samples, division.places, stamp)
             write_manifest(slot, stamp)
             if plan_json is not None:
-                write_text(slot / _PLAN, plan_json)
+                write_text(slot / _PLAN, plan_json, "plan")
             if key is not None:
-                write_text(slot / _KEY, key)
+                write_text(slot / _KEY, key, "key")
             return self._publish(slot, key)
 
     def finish(self) -> int:
@@ -145,7 +155,7 @@ class RolloutDirectory:
             RolloutDataError: The run is finished already, or the path is not a rollout directory.
         """
         with self._new_slot() as slot:
-            write_text(slot / _END, "No batch follows.\n")
+            write_text(slot / _END, "No batch follows.\n", "end")
             return self._publish(slot, None)
 
     def state(self, batch_id: int) -> BatchState:
@@ -245,17 +255,18 @@ class RolloutDirectory:
         for number in self._slots():
             if number < batch_id and self._slot_state(number) == "present":
                 slot = self._batch_path(number)
-                write_text(slot / _DELETED, "A completed checkpoint lies beyond this batch.\n")
+                text = "A completed checkpoint lies beyond this batch.\n"
+                write_text(slot / _DELETED, text, "deletion-mark")
                 for path in [slot / _INDEX, slot / MANIFEST, slot / _PLAN, *slot.glob("part-*")]:
-                    path.unlink(missing_ok=True)
+                    remove_file(path, "deletion")
 
     def publish(self, name: str, text: str) -> None:
         """Leaves a note for the other side, in the place of an older one of that name."""
         check_note_name(name)
         if not self._marker.is_there():
             self._marker.create()
-        (self.path / _NOTES).mkdir(exist_ok=True)
-        replace_text(self.path / _NOTES / name, text)
+        make_folder(self.path / _NOTES, "notes", exist_ok=True)
+        replace_text(self.path / _NOTES / name, text, "note")
 
     def published(self, name: str) -> str | None:
         """The latest note of that name, or None.
@@ -335,11 +346,11 @@ class RolloutDirectory:
         if not self._marker.is_there():
             self._marker.create()
         slot = self.path / f"{TEMPORARY}{uuid.uuid4().hex}"
-        slot.mkdir()
         try:
+            make_folder(slot, "slot")
             yield slot
         finally:
-            shutil.rmtree(slot, ignore_errors=True)  # a published one is no longer there
+            remove_folder(slot, "slot-removal")  # a published one is no longer there
 
     def _publish(self, slot: Path, key: str | None) -> int:
         """Renames a filled slot onto the next free number and returns that number."""
@@ -356,7 +367,7 @@ class RolloutDirectory:
             if key is not None and (found := self._batch_of_key(key)) is not None:
                 return found
             try:
-                os.rename(slot, self._batch_path(batch_id))
+                move_folder(slot, self._batch_path(batch_id), "batch")
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise

@@ -1,11 +1,20 @@
-"""Small files that are there as a whole or not at all."""
+"""Every durable write of the package: files that are there as a whole or not at all.
+
+Each function is told what it writes, by a name of `failpoints.WRITES`, so that tests can stop it
+before, in the middle of and after each write (asserted: no other file of the package writes).
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
+from megatron_dynbatch import failpoints
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 
 TEMPORARY = ".tmp-"
@@ -35,15 +44,100 @@ def text_of(path: Path) -> str | None:
         raise RolloutDataError(f"{path}: not UTF-8 text ({error})") from error
 
 
-def write_text(path: Path, text: str) -> None:
+@contextmanager
+def new_file(path: Path, what: str, mode: str = "xb") -> Iterator[IO[bytes]]:
+    """A new file to be written, which is on disk afterwards.
+
+    Args:
+        path: The file.
+        what: A name of `failpoints.WRITES`, here and in all functions below.
+        mode: "xb": it must not be there; "wb": it may be.
+
+    Raises:
+        OSError: The file exists or cannot be written (disk full, for example).
+    """
+    failpoints.reached(what, "before")
+    with open(path, mode) as file:
+        yield file
+        file.flush()
+        failpoints.torn(what, file.fileno())
+        os.fsync(file.fileno())
+    failpoints.reached(what, "after")
+
+
+def write_text(path: Path, text: str, what: str) -> None:
     """Writes a file and puts it on disk."""
-    path.write_text(text, encoding="utf-8")
-    sync(path)
+    with new_file(path, what, "wb") as file:
+        file.write(text.encode())
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, what: str) -> None:
     """Writes a file, or puts it in the place of an older one, in one move."""
     temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-    write_text(temporary, text)
-    os.replace(temporary, path)
+    try:
+        write_text(temporary, text, what)
+        failpoints.reached(f"{what}-move", "before")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    failpoints.reached(f"{what}-move", "after")
     sync(path.parent)
+
+
+def make_folder(path: Path, what: str, *, parents: bool = False, exist_ok: bool = False) -> None:
+    """Makes a directory."""
+    failpoints.reached(what, "before")
+    path.mkdir(parents=parents, exist_ok=exist_ok)
+    failpoints.reached(what, "after")
+
+
+def move_folder(source: Path, target: Path, what: str) -> None:
+    """Gives a directory another name, where no other one has it.
+
+    Raises:
+        OSError: Another has it (ENOTEMPTY or EEXIST), or the file system refuses.
+    """
+    failpoints.reached(what, "before")
+    os.rename(source, target)
+    failpoints.reached(what, "after")
+
+
+def remove_file(path: Path, what: str) -> None:
+    """Removes a file that may be gone already."""
+    failpoints.reached(what, "before")
+    path.unlink(missing_ok=True)
+    failpoints.reached(what, "after")
+
+
+def remove_folder(path: Path, what: str) -> None:
+    """Removes a directory of files, as far as the file system lets it; it may be gone already."""
+    with suppress(OSError):
+        failpoints.reached(what, "before")
+        shutil.rmtree(path, ignore_errors=True)
+        failpoints.reached(what, "after")
+
+
+def append(descriptor: int, data: bytes, what: str) -> None:
+    """Appends to a file, all of it or nothing, and puts it on disk.
+
+    Args:
+        descriptor: Of a file opened with O_APPEND and O_RDWR or O_WRONLY, with no other writer.
+        data: What to append.
+        what: A name of `failpoints.WRITES`.
+
+    Raises:
+        OSError: The file system refuses; the file is as long as it was, unless that fails too.
+    """
+    failpoints.reached(what, "before")
+    size = os.fstat(descriptor).st_size
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        failpoints.torn(what, descriptor, size)
+        os.fsync(descriptor)
+    except OSError:
+        os.ftruncate(descriptor, size)
+        raise
+    failpoints.reached(what, "after")

@@ -45,7 +45,8 @@ class Manifest:
 def write_manifest(batch: Path, stamp: str) -> None:
     """Writes the manifest of the Parquet files that are there now."""
     footers = {path.name: footer_crc(path) for path in sorted(batch.glob("*.parquet"))}
-    write_text(batch / MANIFEST, json.dumps({"stamp": stamp, "footers": footers}))
+    text = json.dumps({"stamp": stamp, "footers": footers})
+    write_text(batch / MANIFEST, text, "manifest")
 
 
 def read_manifest(batch: Path) -> Manifest:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from megatron_dynbatch.rollouts.errors import RolloutDataError
-from megatron_dynbatch.rollouts.files import TEMPORARY, replace_text
+from megatron_dynbatch.rollouts.files import TEMPORARY, make_folder, replace_text
 
 FORMAT_VERSION = 3
 
@@ -62,9 +62,9 @@ class DirectoryMarker:
 
     def create(self) -> None:
         """Makes the directory and its marker."""
-        self._path.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path, "directory", parents=True, exist_ok=True)
         text = json.dumps({"format": _FORMAT, "version": FORMAT_VERSION}) + "\n"
-        replace_text(self._path / _MARKER, text)
+        replace_text(self._path / _MARKER, text, "marker")
         self._is_checked = True
 
     def _foreign_names(self) -> list[str]:

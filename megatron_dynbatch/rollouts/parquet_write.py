@@ -11,12 +11,9 @@ its values are the last bytes of the chunk and any row can be read alone (`parqu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -208,16 +205,3 @@ def _row_groups(num_bytes: Sequence[int]) -> Iterator[range]:
             start, total = row, 0
         total += size
     yield range(start, len(num_bytes))
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[IO[bytes]]:
-    """A new file to be written, which is on disk afterwards.
-
-    Raises:
-        OSError: The file exists or cannot be written (disk full, for example).
-    """
-    with open(path, "xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())

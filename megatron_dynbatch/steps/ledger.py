@@ -20,6 +20,7 @@ import numpy as np
 
 from megatron_dynbatch.plan import Plan
 from megatron_dynbatch.rollouts import RolloutSource, SampleIndex
+from megatron_dynbatch.rollouts.files import append
 from megatron_dynbatch.rollouts.kept import is_deleted
 from megatron_dynbatch.steps.cursor import Cursor
 
@@ -68,7 +69,7 @@ class Ledger:
         line = json.dumps(values, separators=(",", ":")) + "\n"
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(descriptor, line.encode())
+            append(descriptor, line.encode(), "ledger")
         finally:
             os.close(descriptor)
 
