@@ -48,7 +48,11 @@ WRITES: Mapping[str, tuple[str, ...]] = {
     # Retention.
     "deletion-mark": CONTENT,
     "deletion": ENTRY,
-    # The ledger.
+    # The ledger: made ready before training, and a line after each step.
+    "ledger-probe": CONTENT,
+    "ledger-cut": ENTRY,
+    "ledger-mend": CONTENT,
+    "ledger-mend-move": ENTRY,
     "ledger": CONTENT,
 }
 """Each durable write of the package, and the positions at which it can be stopped."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -71,9 +72,16 @@ def write_text(path: Path, text: str, what: str) -> None:
         file.write(text.encode())
 
 
-def replace_text(path: Path, text: str, what: str) -> None:
-    """Writes a file, or puts it in the place of an older one, in one move."""
-    temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+def replace_text(path: Path, text: str, what: str, temporary: Path | None = None) -> None:
+    """Writes a file, or puts it in the place of an older one, in one move.
+
+    Args:
+        path: The file.
+        text: What will be in it.
+        what: A name of `failpoints.WRITES`; so is `what` with "-move".
+        temporary: Where it is written first; a name that no other writer has by default.
+    """
+    temporary = temporary or path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
     try:
         write_text(temporary, text, what)
         failpoints.reached(f"{what}-move", "before")
@@ -122,22 +130,34 @@ def append(descriptor: int, data: bytes, what: str) -> None:
     """Appends to a file, all of it or nothing, and puts it on disk.
 
     Args:
-        descriptor: Of a file opened with O_APPEND and O_RDWR or O_WRONLY, with no other writer.
+        descriptor: Of a file opened with O_APPEND, to which no other process writes now.
         data: What to append.
         what: A name of `failpoints.WRITES`.
 
     Raises:
         OSError: The file system refuses; the file is as long as it was, unless that fails too.
     """
-    failpoints.reached(what, "before")
-    size = os.fstat(descriptor).st_size
+    before = os.fstat(descriptor)
+    is_file = stat.S_ISREG(before.st_mode)  # a pipe or device has no size and no disk
     try:
+        failpoints.reached(what, "before")
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(descriptor, rest) :]
-        failpoints.torn(what, descriptor, size)
-        os.fsync(descriptor)
+        if is_file:
+            failpoints.torn(what, descriptor, before.st_size)
+            os.fsync(descriptor)
+        failpoints.reached(what, "after")
     except OSError:
-        os.ftruncate(descriptor, size)
+        if is_file:
+            with suppress(OSError):
+                os.ftruncate(descriptor, before.st_size)
         raise
+
+
+def cut(descriptor: int, size: int, what: str) -> None:
+    """Cuts a file to a size, and puts that on disk."""
+    failpoints.reached(what, "before")
+    os.ftruncate(descriptor, size)
+    os.fsync(descriptor)
     failpoints.reached(what, "after")

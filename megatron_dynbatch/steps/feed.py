@@ -107,6 +107,9 @@ class StepFeed:
         self.keep_batches = keep_batches
         self.job_facts = dict(job_facts or {})
         self.ledger = ledger if self.exchange.rank == 0 else None
+        if self.ledger is not None:
+            with self.exchange.failing():
+                self.ledger.open()
         self.on_batch_needed = on_batch_needed
         self.on_batch_opened = on_batch_opened
         self.cursor = Cursor()
@@ -179,7 +182,8 @@ class StepFeed:
         empty = step.step_plan.num_trained_tokens == 0
         if self.ledger is not None:
             entry = step_entry(batch.plan, step.step_index, batch.batch_id, batch.origins)
-            self.ledger.append(entry)
+            with self.exchange.failing():
+                self.ledger.append(entry)
         self.cursor = self.cursor.after_step(size, empty=empty)
         if self.cursor.step_index == len(batch.plan.steps):
             self._close_batch(batch)
@@ -217,7 +221,9 @@ class StepFeed:
 
     def _close_batch(self, batch: OpenBatch) -> None:
         if self.ledger is not None:
-            self.ledger.append(closing_entry(batch.plan, batch.origins, self.source, self.cursor))
+            with self.exchange.failing():
+                entry = closing_entry(batch.plan, batch.origins, self.source, self.cursor)
+                self.ledger.append(entry)
         self.cursor = _cursor_after(self.cursor, batch)
         self._batch = None
 

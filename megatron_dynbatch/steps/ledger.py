@@ -1,14 +1,15 @@
 """The ledger: which rollouts each finished step consumed, so that anyone can add them up.
 
-One JSON object a line, appended by rank 0 when a step is finished or a batch is closed. A run that
-was killed and continued from a checkpoint writes the steps after that checkpoint again;
-`read_ledger` keeps, of each place in the stream, what was written last, which is what the weights
-hold. A rollout is named by its batch and the row of one of its samples there.
+One JSON object a line, appended by rank 0 when a step is finished or a batch is closed, and on disk
+before a checkpoint can have the step (`ledger_file`). A run that was killed and continued from a
+checkpoint writes the steps after that checkpoint again; `read_ledger` keeps, of each place in the
+stream, what was written last, which is what the weights hold. A rollout is named by its batch and
+the row of one of its samples there.
 """
 
 from __future__ import annotations
 
-import json
+import operator
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -20,9 +21,12 @@ import numpy as np
 
 from megatron_dynbatch.plan import Plan
 from megatron_dynbatch.rollouts import RolloutSource, SampleIndex
-from megatron_dynbatch.rollouts.files import append
 from megatron_dynbatch.rollouts.kept import is_deleted
 from megatron_dynbatch.steps.cursor import Cursor
+from megatron_dynbatch.steps.exchange import progress
+from megatron_dynbatch.steps.ledger_file import append_line, lines_of, none_of_ours, prepare
+
+_FIRST_KEY = "batch_id"  # of every line
 
 type Rollout = tuple[int, int]
 
@@ -55,33 +59,46 @@ class Ledger:
     """Appends entries to a file.
 
     Args:
-        path: The file; made at the first entry.
+        path: The file; its folder must be there.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
+    def open(self) -> None:
+        """Before training: mend what a kill or a full disk left, and say so in one line.
+
+        Raises:
+            LedgerError: The file cannot be written, or has a line that is none of a ledger.
+        """
+        mended = prepare(self.path, _FIRST_KEY)
+        if mended:
+            progress(mended)
+
     def append(self, entry: Entry) -> None:
-        """Add a line, as a whole, whatever happens to the process afterwards."""
+        """Add a line, as a whole, whatever happens to the process afterwards.
+
+        Raises:
+            LedgerError: It cannot be added, and is not there.
+        """
         values = {"batch_id": entry.batch_id, "step_index": entry.step_index}
         values |= {"consumed": entry.consumed, "dropped": entry.dropped}  # type: ignore[dict-item]
         values |= {"trained_tokens": entry.trained_tokens}
-        line = json.dumps(values, separators=(",", ":")) + "\n"
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            append(descriptor, line.encode(), "ledger")
-        finally:
-            os.close(descriptor)
+        append_line(self.path, values)
 
 
 def read_ledger(path: str | os.PathLike[str]) -> list[Entry]:
-    """The entries that count, in the order of the stream."""
+    """The entries that count, in the order of the stream.
+
+    Torn lines are not looked at, nor are keys that this version does not know.
+
+    Raises:
+        LedgerError: A line is none of a ledger; file and line are named.
+    """
     entries: list[Entry] = []
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if not line.endswith("\n"):
-                break  # the machine went down while it was written
-            entry = _entry(json.loads(line))
+    for line in lines_of(Path(path), _FIRST_KEY):
+        for values in line.values:
+            entry = _entry(values, path, line.number)
             while entries and entries[-1].place >= entry.place:
                 entries.pop()
             entries.append(entry)
@@ -172,14 +189,17 @@ def _one_each(names: list[Rollout], source: RolloutSource) -> tuple[Rollout, ...
     return tuple(rollouts.values())
 
 
-def _entry(values: dict[str, Any]) -> Entry:
+def _entry(values: dict[str, Any], path: str | os.PathLike[str], number: int) -> Entry:
     def names(key: str) -> tuple[Rollout, ...]:
-        return tuple((int(batch), int(row)) for batch, row in values[key])
+        return tuple((operator.index(batch), operator.index(row)) for batch, row in values[key])
 
-    return Entry(
-        values["batch_id"],
-        values["step_index"],
-        names("consumed"),
-        names("dropped"),
-        values["trained_tokens"],
-    )
+    try:
+        return Entry(
+            operator.index(values["batch_id"]),
+            operator.index(values["step_index"]),
+            names("consumed"),
+            names("dropped"),
+            operator.index(values["trained_tokens"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise none_of_ours(path, number, repr(error)) from error

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_dynbatch import failpoints
 from megatron_dynbatch.hooks.arguments import imply
 from megatron_dynbatch.hooks.horizon import check_unknown_total
 from megatron_dynbatch.hooks.loss import weighted_output
@@ -22,6 +23,7 @@ from megatron_dynbatch.plan.splitters import find_splitter
 from megatron_dynbatch.rollouts import RolloutQueue, SampleIndex, open_transport
 from megatron_dynbatch.rollouts.flow import wait_for_room, wait_for_weights
 from megatron_dynbatch.steps import Cursor, Exchange, Staleness, StepFeed
+from megatron_dynbatch.steps.ledger import Entry, Ledger, read_ledger
 from tests.reliability.bad_data import OPTIONS, SAMPLES, STORAGE, BadInput, good, noted
 
 
@@ -181,7 +183,23 @@ def _logits_without_keyword(path: Path) -> object:
     return weighted_output(torch.zeros(1, 3, 8), micro_batch)
 
 
+def _full_disk(path: Path) -> None:
+    failpoints.arm(failpoints.Failpoint.parse("ledger:middle:1:enospc"))
+    try:
+        Ledger(path / "ledger").append(Entry(0, 0))
+    finally:
+        failpoints.arm(None)
+
+
+def _damaged_ledger(path: Path) -> object:
+    (path / "ledger").write_text("hello\n")
+    return read_ledger(path / "ledger")
+
+
 RUNS: dict[str, BadInput] = {
+    "a ledger in a folder that is not there": lambda path: Ledger(path / "a" / "b").open(),
+    "a ledger on a full disk": _full_disk,
+    "a ledger with something else in it": _damaged_ledger,
     "ranks with two learning rates": _disagree,
     "a rank that does not come": lambda path: _two_ranks()[0].compare({"plan": "a"}),
     "a rank that was restarted alone": _restarted,

@@ -1,20 +1,24 @@
-"""A writer's whole life, stopped at one place after another; each in a process of its own.
+"""A life of durable writes, stopped at one place after another; each in a process of its own.
 
-    python -m tests.reliability.writer_kills FOLDER PLACE…
+    python -m tests.reliability.writer_kills MODULE:FUNCTION FOLDER PLACE…
 
-forks a child for each PLACE (NAME:POSITION:PASSAGE:ACTION), which works in FOLDER/PLACE until the
-place stops it, and prints the exit codes as JSON.
+forks a child for each PLACE (NAME:POSITION:PASSAGE:ACTION), which calls the function with
+FOLDER/PLACE until the place stops it, and prints the exit codes as JSON. Only what the function
+writes matters, so it needs no thread.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 from megatron_dynbatch import failpoints
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
+from tests.pool import ROOT
 
 NUM_BATCHES = 3
 KEYS = ("a", "b", "c")
@@ -37,22 +41,30 @@ def live(path: Path) -> None:
     directory.delete_before(2)
 
 
+def stopped(function: str, folder: Path, where: list[str]) -> dict[str, int]:
+    """Exit codes of children stopped at these places."""
+    command = [sys.executable, "-m", "tests.reliability.writer_kills", function, str(folder)]
+    done = subprocess.run([*command, *where], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
 def main() -> None:
     """See the module."""
-    folder, codes = Path(sys.argv[1]), {}
-    for place in sys.argv[2:]:
+    module, _, name = sys.argv[1].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    folder, codes = Path(sys.argv[2]), {}
+    for place in sys.argv[3:]:
         child = os.fork()  # no thread of pyarrow runs yet
         if child == 0:
             failpoints.arm(failpoints.Failpoint.parse(place))
             code = 1
             try:
-                live(folder / place)
+                function(folder / place)
                 code = 0
             except OSError as error:
-                print(place, repr(error), file=sys.stderr)
-                code = error.errno or 1
+                code = getattr(error.__cause__ or error, "errno", None) or 1
             finally:
-                sys.stderr.flush()
                 os._exit(code)
         codes[place] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     print(json.dumps(codes))
