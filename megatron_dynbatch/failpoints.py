@@ -48,6 +48,9 @@ WRITES: Mapping[str, tuple[str, ...]] = {
     # Retention.
     "deletion-mark": CONTENT,
     "deletion": ENTRY,
+    # What writers that died left.
+    "leftover-move": ENTRY,
+    "leftover": ENTRY,
     # The ledger: made ready before training, and a line after each step.
     "ledger-probe": CONTENT,
     "ledger-cut": ENTRY,
@@ -142,7 +145,7 @@ class Failpoint:
         where = f"{self.name}:{self.position}:{self.passage}:{self.action}"
         print(f"[megatron_dynbatch] failpoint {where}", file=sys.stderr, flush=True)
         if self.action == "enospc":
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (failpoint {where})")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGTERM)
 
 

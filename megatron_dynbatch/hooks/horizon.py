@@ -18,9 +18,9 @@ import argparse
 from collections.abc import Callable
 
 from megatron_dynbatch.errors import OptionError
+from megatron_dynbatch.output import progress
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutSource
 from megatron_dynbatch.steps import Cursor
-from megatron_dynbatch.steps.exchange import progress
 
 # Rollouts that no run trains: Megatron wants a number where the total is not known.
 UNBOUNDED = 10**12

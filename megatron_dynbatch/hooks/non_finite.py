@@ -17,8 +17,8 @@ import torch
 from megatron_dynbatch.errors import NonFiniteLossError
 from megatron_dynbatch.hooks.session import Session
 from megatron_dynbatch.layout import MicroBatch
+from megatron_dynbatch.output import progress
 from megatron_dynbatch.report.metric import on_host
-from megatron_dynbatch.steps.exchange import progress
 from megatron_dynbatch.steps.step import Step
 
 _MOST_SAMPLES = 4

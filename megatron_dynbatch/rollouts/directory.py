@@ -9,41 +9,28 @@
                       /key                 the writer's name for what is in it, if any
     DIR/batch-00000001/END                 no batch follows
     DIR/batch-00000002/DELETED             was trained, and a completed checkpoint lies beyond it
+    DIR/.tmp-…                             what a writer works on, or left when it died
 
 Invariants (asserted by the tests): a batch or the end of the run appears as a whole, by one rename
 of a hidden directory onto the next free number, so that no reader sees a part, no two writers get
 one number, and no batch comes after the end. A writer that dies leaves only a hidden directory.
-Nothing depends on clocks.
+Nothing depends on clocks. Reading is here; `batch_writer` writes, `retention` deletes.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import time
-import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
+from megatron_dynbatch.rollouts.batch_writer import BatchWriter, part_name
 from megatron_dynbatch.rollouts.errors import RolloutDataError
-from megatron_dynbatch.rollouts.files import (
-    TEMPORARY,
-    make_folder,
-    move_folder,
-    new_file,
-    remove_file,
-    remove_folder,
-    replace_text,
-    sync,
-    text_of,
-    write_text,
-)
+from megatron_dynbatch.rollouts.files import make_folder, replace_text, text_of
 from megatron_dynbatch.rollouts.index import SampleIndex
-from megatron_dynbatch.rollouts.manifest import MANIFEST, read_manifest, write_manifest
+from megatron_dynbatch.rollouts.manifest import read_manifest
 from megatron_dynbatch.rollouts.marker import FORMAT_VERSION, DirectoryMarker
 from megatron_dynbatch.rollouts.parquet_read import (
     Stored,
@@ -52,22 +39,14 @@ from megatron_dynbatch.rollouts.parquet_read import (
     read_part,
     read_places,
 )
-from megatron_dynbatch.rollouts.parquet_write import Parts, write_index, write_part
+from megatron_dynbatch.rollouts.parquet_write import Parts
+from megatron_dynbatch.rollouts.retention import Retention
 from megatron_dynbatch.rollouts.sample import Sample
+from megatron_dynbatch.rollouts.slots import BATCH_NAME, DELETED, INDEX, NOTES, PLAN, Slots
 from megatron_dynbatch.rollouts.source import BatchState
 from megatron_dynbatch.rollouts.store import batch_number, check_key, check_note_name, deleted_error
 
 __all__ = ["FORMAT_VERSION", "RolloutDirectory"]
-
-_INDEX = "index.parquet"
-_PLAN = "plan.json"
-_KEY = "key"
-_END = "END"
-_DELETED = "DELETED"
-_NOTES = "notes"
-type SlotState = BatchState | Literal["deleted"]
-
-_BATCH_NAME = re.compile(r"batch-(\d{8,})")
 
 
 class RolloutDirectory:
@@ -88,15 +67,17 @@ class RolloutDirectory:
         Args:
             path: The directory.
             vocab_size: Token ids must be below it, written or read; None: not checked.
-            open_timeout: Seconds for which a file that should be there is looked for again: a
-                shared file system may show a directory before what is in it.
+            open_timeout: Seconds for which a file or batch that should be there is looked for
+                again: a shared file system may show a directory before what is in it, and one
+                batch before another.
         """
         self.path = Path(path)
         self._vocab_size = vocab_size
         self._open_timeout = open_timeout
-        self._marker = DirectoryMarker(self.path, _BATCH_NAME, open_timeout)
-        self._keys: dict[str, int] = {}
-        self._num_keys_read = 0
+        self._marker = DirectoryMarker(self.path, BATCH_NAME, open_timeout)
+        self._slots = Slots(self.path, open_timeout)
+        self._writer = BatchWriter(self._slots, self._marker)
+        self._retention = Retention(self._slots)
 
     def __repr__(self) -> str:
         return f"RolloutDirectory({str(self.path)!r})"
@@ -122,28 +103,15 @@ class RolloutDirectory:
             The batch id: 0 for the first batch, then 1, 2…
 
         Raises:
-            RolloutDataError: `validate_samples` rejects the samples, the run is finished, or the
-                path is not a rollout directory.
+            RolloutDataError: `validate_samples` rejects the samples, the run is finished, the path
+                is not a rollout directory, or a batch before this one is missing.
             OSError: The file system refuses (disk full, for example); nothing is left behind.
         """
         batch = RolloutBatch(samples, vocab_size=self._vocab_size)
         division = Parts.of(len(batch), parts)
-        if key is not None and (found := self._batch_of_key(check_key(key))) is not None:
+        if key is not None and (found := self._writer.batch_of_key(check_key(key))) is not None:
             return found
-        stamp = uuid.uuid4().hex
-        with self._new_slot() as slot:
-            for number, rows in enumerate(division.rows):
-                with new_file(slot / _part_name(number), "part") as file:
-                    members = [batch[row] for row in rows]
-                    write_part(file, members, rows, stamp=stamp)
-            with new_file(slot / _INDEX, "index") as file:
-                write_index(file, batch.samples, division.places, stamp)
-            write_manifest(slot, stamp)
-            if plan_json is not None:
-                write_text(slot / _PLAN, plan_json, "plan")
-            if key is not None:
-                write_text(slot / _KEY, key, "key")
-            return self._publish(slot, key)
+        return self._writer.write(batch, division, plan_json, key)
 
     def finish(self) -> int:
         """Closes the run: no batch follows, and training ends after the last one.
@@ -154,9 +122,15 @@ class RolloutDirectory:
         Raises:
             RolloutDataError: The run is finished already, or the path is not a rollout directory.
         """
-        with self._new_slot() as slot:
-            write_text(slot / _END, "No batch follows.\n", "end")
-            return self._publish(slot, None)
+        return self._writer.finish()
+
+    def is_there(self) -> bool:
+        """Whether the path is a rollout directory, or an empty one.
+
+        Raises:
+            RolloutDataError: It is something else.
+        """
+        return self._marker.is_there() or self.path.is_dir()
 
     def state(self, batch_id: int) -> BatchState:
         """Whether a batch is there: "present", "end" (the run is closed without it) or "absent".
@@ -164,20 +138,25 @@ class RolloutDirectory:
         Waits at most for `open_timeout`, and only where the directory itself looks half-made.
 
         Raises:
-            RolloutDataError: The path is something other than a rollout directory, or the batch
-                was deleted.
+            RolloutDataError: The path is something other than a rollout directory, the batch was
+                deleted, or it cannot come: later ones, the end, or a folder that is no batch have
+                been there for `open_timeout` (asked again and again, as whoever waits does).
         """
         batch_id = batch_number(batch_id)
         if not self._marker.is_there():
             return "absent"
-        state = self._slot_state(batch_id)
+        state = self._slots.state(batch_id)
         if state == "deleted":
-            raise deleted_error(str(self._batch_path(batch_id)))
-        # In a live run the batch before it was just trained, and this saves a listing per poll.
-        if state != "absent" or (batch_id > 0 and self._slot_state(batch_id - 1) == "present"):
+            raise deleted_error(str(self._slots.folder(batch_id)))
+        if state != "absent":
             return state
-        last = self._last_slot()
-        return "end" if 0 <= last < batch_id and self._slot_state(last) == "end" else "absent"
+        # In a live run the batch before it was just trained, and this saves a listing per poll.
+        if batch_id == 0 or self._slots.state(batch_id - 1) != "present":
+            last = self._slots.last()
+            if 0 <= last < batch_id and self._slots.state(last) == "end":
+                return "end"
+        self._slots.check_waiting_for(batch_id)
+        return "absent"
 
     def index(self, batch_id: int) -> SampleIndex:
         """Lengths and ids of a batch, without reading a token.
@@ -186,7 +165,7 @@ class RolloutDirectory:
             RolloutDataError: No such batch; or it is damaged, lacks a column, holds impossible
                 lengths, or token ids outside the vocabulary. The file is named.
         """
-        return self._read(batch_id, _INDEX, lambda file: read_index(file, self._vocab_size))
+        return self._read(batch_id, INDEX, lambda file: read_index(file, self._vocab_size))
 
     def read(
         self, batch_id: int, rows: Sequence[int], fields: Collection[str] | None = None
@@ -205,7 +184,7 @@ class RolloutDirectory:
         if not rows:
             check_fields(fields)
         samples: dict[int, Sample] = {}
-        places = self._read(batch_id, _INDEX, lambda file: read_places(file, fields))
+        places = self._read(batch_id, INDEX, lambda file: read_places(file, fields))
         for part, positions in places.by_part(rows).items():
             cells = places.cells(part)
 
@@ -214,7 +193,7 @@ class RolloutDirectory:
             ) -> dict[int, Sample]:
                 return read_part([file], positions, fields, self._vocab_size, cells)
 
-            samples |= self._read(batch_id, _part_name(part), read)
+            samples |= self._read(batch_id, part_name(part), read)
         return [samples[row] for row in rows]
 
     def stamp(self, batch_id: int) -> str:
@@ -223,8 +202,8 @@ class RolloutDirectory:
         Raises:
             RolloutDataError: No such batch, or its index is damaged.
         """
-        self._read(batch_id, _INDEX, lambda file: None)  # waits until it is visible
-        return read_manifest(self._batch_path(batch_id)).stamp
+        self._read(batch_id, INDEX, lambda file: None)  # waits until it is visible
+        return read_manifest(self._slots.folder(batch_id)).stamp
 
     def plan_json(self, batch_id: int) -> str | None:
         """The text of the plan that came with a batch, or None.
@@ -232,41 +211,38 @@ class RolloutDirectory:
         Raises:
             RolloutDataError: No such batch, or the text is not UTF-8.
         """
-        path = self._batch_path(batch_id)
-        self._when_visible(path / _INDEX, (path / _INDEX).stat)
-        return text_of(path / _PLAN)
+        path = self._slots.folder(batch_id)
+        self._when_visible(path / INDEX, (path / INDEX).stat)
+        return text_of(path / PLAN)
 
     def read_parts(self, batch_id: int) -> tuple[list[Sample], list[list[int]]]:
         """All samples of a batch in row order, and the rows of each of its parts in order."""
         rows = range(len(self.index(batch_id)))
-        places = self._read(batch_id, _INDEX, lambda file: read_places(file, ())).by_part(rows)
+        places = self._read(batch_id, INDEX, lambda file: read_places(file, ())).by_part(rows)
         parts = [sorted(at, key=at.__getitem__) for _, at in sorted(places.items())]
         return self.read(batch_id, rows), parts
 
     def num_batches_if_finished(self) -> int | None:
         """The number of batches of a closed run, else None."""
-        last = self._last_slot() if self._marker.is_there() else -1
-        return last if last >= 0 and self._slot_state(last) == "end" else None
+        last = self._slots.last() if self._marker.is_there() else -1
+        return last if last >= 0 and self._slots.state(last) == "end" else None
 
     def delete_before(self, batch_id: int) -> None:
-        """Deletes the samples of all batches before `batch_id`; their numbers stay taken."""
-        if not self._marker.is_there():
-            return
-        for number in self._slots():
-            if number < batch_id and self._slot_state(number) == "present":
-                slot = self._batch_path(number)
-                text = "A completed checkpoint lies beyond this batch.\n"
-                write_text(slot / _DELETED, text, "deletion-mark")
-                for path in [slot / _INDEX, slot / MANIFEST, slot / _PLAN, *slot.glob("part-*")]:
-                    remove_file(path, "deletion")
+        """Deletes the samples of all batches before `batch_id`; their numbers and keys stay taken.
+
+        Goes on wherever it was stopped before. What the file system refuses to delete is said in
+        one line, and is tried again at the next call.
+        """
+        if self._marker.is_there():
+            self._retention.delete_before(batch_id)
 
     def publish(self, name: str, text: str) -> None:
         """Leaves a note for the other side, in the place of an older one of that name."""
         check_note_name(name)
         if not self._marker.is_there():
             self._marker.create()
-        make_folder(self.path / _NOTES, "notes", exist_ok=True)
-        replace_text(self.path / _NOTES / name, text, "note")
+        make_folder(self.path / NOTES, "notes", exist_ok=True)
+        replace_text(self.path / NOTES / name, text, "note")
 
     def published(self, name: str) -> str | None:
         """The latest note of that name, or None.
@@ -276,45 +252,11 @@ class RolloutDirectory:
                 not UTF-8.
         """
         check_note_name(name)
-        return text_of(self.path / _NOTES / name) if self._marker.is_there() else None
-
-    def _batch_path(self, batch_id: int) -> Path:
-        return self.path / f"batch-{batch_number(batch_id):08d}"
-
-    def _slot_state(self, batch_id: int) -> SlotState:
-        path = self._batch_path(batch_id)
-        if (path / _DELETED).exists():
-            return "deleted"
-        if (path / _INDEX).exists():
-            return "present"
-        return "end" if (path / _END).exists() else "absent"
-
-    def _slots(self) -> list[int]:
-        matches = (_BATCH_NAME.fullmatch(name) for name in os.listdir(self.path))
-        return sorted(int(match[1]) for match in matches if match)
-
-    def _last_slot(self) -> int:
-        """The highest number in use, −1 if there is none."""
-        return max(self._slots(), default=-1)
-
-    def _batch_of_key(self, key: str) -> int | None:
-        """The batch of that key, if it is among those that are there now."""
-        if not self._marker.is_there():
-            return None
-        for number in self._slots():
-            if number >= self._num_keys_read:
-                self._note_key(number)
-        return self._keys.get(key)
-
-    def _note_key(self, number: int) -> None:
-        key = text_of(self._batch_path(number) / _KEY)
-        if key is not None:
-            self._keys.setdefault(key, number)
-        self._num_keys_read = number + 1
+        return text_of(self.path / NOTES / name) if self._marker.is_there() else None
 
     def _read[T](self, batch_id: int, name: str, read: Callable[[Stored], T]) -> T:
         """What `read` makes of a file of a batch, once it is visible."""
-        batch = self._batch_path(batch_id)
+        batch = self._slots.folder(batch_id)
 
         def check_and_read() -> T:
             (batch / name).stat()
@@ -325,13 +267,15 @@ class RolloutDirectory:
     def _when_visible[T](self, path: Path, read: Callable[[], T]) -> T:
         """Calls `read`, again and again for a bounded time while `path` is not to be found."""
         if not self._marker.is_there():
+            if not self.path.exists():
+                raise RolloutDataError(f"{self.path} does not exist; is the path right?")
             raise RolloutDataError(f"{self.path}: no batch is there yet; wait for state() first")
         deadline = time.monotonic() + self._open_timeout
         while True:
             try:
                 return read()
             except (FileNotFoundError, NotADirectoryError) as error:
-                if (path.parent / _DELETED).exists():
+                if (path.parent / DELETED).exists():
                     raise deleted_error(str(path.parent)) from error
                 if time.monotonic() >= deadline:
                     raise RolloutDataError(
@@ -339,43 +283,3 @@ class RolloutDirectory:
                         "it was deleted, or the shared file system does not show it"
                     ) from error
             time.sleep(min(0.1, self._open_timeout))
-
-    @contextmanager
-    def _new_slot(self) -> Iterator[Path]:
-        """A hidden directory to be filled and published; gone if that fails."""
-        if not self._marker.is_there():
-            self._marker.create()
-        slot = self.path / f"{TEMPORARY}{uuid.uuid4().hex}"
-        try:
-            make_folder(slot, "slot")
-            yield slot
-        finally:
-            remove_folder(slot, "slot-removal")  # a published one is no longer there
-
-    def _publish(self, slot: Path, key: str | None) -> int:
-        """Renames a filled slot onto the next free number and returns that number."""
-        sync(slot)
-        batch_id = self._last_slot() + 1
-        while True:
-            # Numbers are taken one after the other, so an end can only be just before this one.
-            if batch_id > 0 and self._slot_state(batch_id - 1) == "end":
-                raise RolloutDataError(
-                    f"{self.path}: the run is finished after {batch_id - 1} batches; "
-                    "start another one in a new directory"
-                )
-            # Every batch before this number is there now, so none of the same key is missed.
-            if key is not None and (found := self._batch_of_key(key)) is not None:
-                return found
-            try:
-                move_folder(slot, self._batch_path(batch_id), "batch")
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
-                batch_id += 1  # another writer was faster
-                continue
-            sync(self.path)
-            return batch_id
-
-
-def _part_name(number: int) -> str:
-    return f"part-{number:05d}.parquet"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,9 +16,7 @@ from typing import IO
 
 from megatron_dynbatch import failpoints
 from megatron_dynbatch.rollouts.errors import RolloutDataError
-
-TEMPORARY = ".tmp-"
-"""Names of what is not finished begin with it."""
+from megatron_dynbatch.rollouts.hidden import hidden_name, lock
 
 
 def sync(path: Path) -> None:
@@ -79,17 +76,26 @@ def replace_text(path: Path, text: str, what: str, temporary: Path | None = None
         path: The file.
         text: What will be in it.
         what: A name of `failpoints.WRITES`; so is `what` with "-move".
-        temporary: Where it is written first; a name that no other writer has by default.
+        temporary: Where it is written first; by default a name that no other writer has.
     """
-    temporary = temporary or path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-    try:
-        write_text(temporary, text, what)
-        failpoints.reached(f"{what}-move", "before")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    failpoints.reached(f"{what}-move", "after")
+    for attempt in range(2):
+        hidden = temporary or path.with_name(hidden_name())
+        try:
+            failpoints.reached(what, "before")
+            with open(hidden, "wb") as file:
+                lock(file.fileno())
+                file.write(text.encode())
+                file.flush()
+                failpoints.torn(what, file.fileno())
+                os.fsync(file.fileno())
+                failpoints.reached(what, "after")
+                move(hidden, path, f"{what}-move")
+            break
+        except OSError as error:
+            hidden.unlink(missing_ok=True)
+            # Gone although it is new: somebody who cleans up took it for dead.
+            if attempt or not isinstance(error, FileNotFoundError) or not path.parent.exists():
+                raise
     sync(path.parent)
 
 
@@ -100,11 +106,12 @@ def make_folder(path: Path, what: str, *, parents: bool = False, exist_ok: bool 
     failpoints.reached(what, "after")
 
 
-def move_folder(source: Path, target: Path, what: str) -> None:
-    """Gives a directory another name, where no other one has it.
+def move(source: Path, target: Path, what: str) -> None:
+    """Gives a file or directory another name.
 
     Raises:
-        OSError: Another has it (ENOTEMPTY or EEXIST), or the file system refuses.
+        OSError: Another directory that is not empty has it (ENOTEMPTY or EEXIST), or the file
+            system refuses.
     """
     failpoints.reached(what, "before")
     os.rename(source, target)
@@ -119,10 +126,11 @@ def remove_file(path: Path, what: str) -> None:
 
 
 def remove_folder(path: Path, what: str) -> None:
-    """Removes a directory of files, as far as the file system lets it; it may be gone already."""
+    """Removes a file or a directory of files, as far as that goes; it may be gone already."""
     with suppress(OSError):
         failpoints.reached(what, "before")
         shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
         failpoints.reached(what, "after")
 
 

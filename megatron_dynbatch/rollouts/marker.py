@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 from megatron_dynbatch.rollouts.errors import RolloutDataError
-from megatron_dynbatch.rollouts.files import TEMPORARY, make_folder, replace_text
+from megatron_dynbatch.rollouts.files import make_folder, replace_text
+from megatron_dynbatch.rollouts.hidden import TEMPORARY
 
 FORMAT_VERSION = 3
 

@@ -71,6 +71,10 @@ class RolloutQueue:
         with self._lock:
             return self._store.finish()
 
+    def is_there(self) -> bool:
+        """Always: it is in this process."""
+        return True
+
     def state(self, batch_id: int) -> BatchState:
         """See `RolloutSource.state`."""
         with self._lock:

@@ -279,6 +279,10 @@ class RayRollouts:
         attempts = iter([False])
         return self._call(lambda: self._hub.finish.remote(next(attempts, True)))
 
+    def is_there(self) -> bool:
+        """Always: whoever connects makes the actor; a wrong name is one without batches."""
+        return True
+
     def state(self, batch_id: int) -> BatchState:
         """See `RolloutSource.state`."""
         return self._call(lambda: self._hub.state.remote(batch_number(batch_id)))

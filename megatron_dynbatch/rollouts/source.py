@@ -12,6 +12,10 @@ type BatchState = Literal["present", "end", "absent"]
 class RolloutSource(Protocol):
     """Batches numbered 0, 1, 2…, each complete and unchanging from the moment it is present."""
 
+    def is_there(self) -> bool:
+        """Whether there is a place for batches, be there any or not; asking makes none."""
+        ...
+
     def state(self, batch_id: int) -> BatchState:
         """Whether the batch is there; never waits.
 

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_dynbatch.errors import OptionError
+from megatron_dynbatch.output import progress
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanError, PlanOptions, make_plan
 from megatron_dynbatch.plan.handshake import checked_plan
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutSource, SampleIndex
 from megatron_dynbatch.steps.cursor import Cursor
-from megatron_dynbatch.steps.exchange import progress
 
 type Origins = list[tuple[int, int]]
 

@@ -26,7 +26,6 @@ from megatron_dynbatch.steps.waiting import (
     wait_until,
 )
 from megatron_dynbatch.steps.waiting import poll_seconds as poll_seconds
-from megatron_dynbatch.steps.waiting import progress as progress
 
 _POLL_SECONDS = 0.05
 _LINGER_SECONDS = 2.0

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from megatron_dynbatch.errors import DynbatchError
+from megatron_dynbatch.output import progress
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions
 from megatron_dynbatch.plan.handshake import publish_layout
 from megatron_dynbatch.rollouts import RolloutSource, Sample
@@ -28,7 +29,7 @@ from megatron_dynbatch.steps.agreement import (
 )
 from megatron_dynbatch.steps.announce import Announcer, Staleness, rows_by_batch
 from megatron_dynbatch.steps.cursor import STEP_OPTIONS, Cursor
-from megatron_dynbatch.steps.exchange import Exchange, progress
+from megatron_dynbatch.steps.exchange import Exchange
 from megatron_dynbatch.steps.ledger import Ledger, closing_entry, step_entry
 from megatron_dynbatch.steps.prefetch import OpenBatch, Prefetch
 from megatron_dynbatch.steps.read_rows import (

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dynbatch.output import progress
 from megatron_dynbatch.plan import Plan
 from megatron_dynbatch.rollouts import RolloutSource, SampleIndex
 from megatron_dynbatch.rollouts.kept import is_deleted
 from megatron_dynbatch.steps.cursor import Cursor
-from megatron_dynbatch.steps.exchange import progress
 from megatron_dynbatch.steps.ledger_file import append_line, lines_of, none_of_ours, prepare
 
 _FIRST_KEY = "batch_id"  # of every line

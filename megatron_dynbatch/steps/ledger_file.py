@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dynbatch.errors import DynbatchError
-from megatron_dynbatch.rollouts.files import TEMPORARY, append, cut, replace_text, sync
+from megatron_dynbatch.rollouts.files import append, cut, replace_text, sync
+from megatron_dynbatch.rollouts.hidden import TEMPORARY
 
 _PROBE = b" " * 4096  # room for a line; no line end, which would make a torn line look whole
 

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_dynbatch.output import progress
 from megatron_dynbatch.plan import Plan
 from megatron_dynbatch.rollouts import Sample
-from megatron_dynbatch.steps.exchange import poll_seconds, progress
+from megatron_dynbatch.steps.exchange import poll_seconds
 from megatron_dynbatch.steps.step import Step
 
 _POLL_SECONDS = 0.01  # a look may be a call to a file system, while training needs the processor

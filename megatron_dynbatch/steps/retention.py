@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from megatron_dynbatch.output import progress
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutSource
 from megatron_dynbatch.rollouts.kept import is_deleted
 from megatron_dynbatch.steps.cursor import Cursor
-from megatron_dynbatch.steps.waiting import progress
 
 
 def missing_batches(source: RolloutSource, cursor: Cursor) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from megatron_dynbatch.errors import DynbatchError
+from megatron_dynbatch.output import progress
 
 # The others' patience beyond rank 0's, so that its error, which names the missing, comes first.
 GRACE_SECONDS = 10.0
@@ -58,11 +59,6 @@ def wait_until(
             progress(f"rank {rank} has waited {now - start:.0f} s for {waiting_for()}")
             next_line = now + _PROGRESS_SECONDS
         time.sleep(poll_seconds(now - start))
-
-
-def progress(line: str) -> None:
-    """Print one line about waiting, at once."""
-    print(f"[megatron_dynbatch] {line}", flush=True)
 
 
 def named(ranks: Sequence[int]) -> str:

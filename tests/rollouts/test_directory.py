@@ -202,7 +202,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 def _write_and_die(path: Path) -> None:
-    import megatron_dynbatch.rollouts.directory as module
+    import megatron_dynbatch.rollouts.batch_writer as module
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -222,6 +222,7 @@ def test_a_writer_that_dies_leaves_no_batch(tmp_path: Path) -> None:
     directory = RolloutDirectory(tmp_path)
     assert directory.state(1) == "absent"
     assert directory.write(golden_samples()) == 1
+    assert visible_names(tmp_path) == ["batch-00000000", "batch-00000001", "dynbatch.json"]
 
 
 def _write_tagged(path: Path, writer: int, count: int) -> None:
