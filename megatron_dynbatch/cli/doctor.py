@@ -135,8 +135,25 @@ def command_line(arguments: Sequence[str]) -> list[Check]:
         return [Check("--dynamic-global-batch", "not given: the plugin changes nothing")]
     reasons = refusals(args)
     if not reasons:
-        return [Check("--dynamic-global-batch", "nothing is refused")]
+        return [Check("--dynamic-global-batch", "nothing is refused"), *_rollout_path(args)]
     return [Check(reason.partition(":")[0], "refused", reason) for reason in reasons]
+
+
+def _rollout_path(args: argparse.Namespace) -> list[Check]:
+    """Whether a directory of rollouts is there; queues and Ray are asked by the training alone."""
+    from megatron_dynbatch.rollouts import RolloutDirectory
+
+    path = args.rollout_path
+    if path.startswith(("ray:", "queue:")):
+        return []
+    try:
+        is_there = RolloutDirectory(path, open_timeout=0.0).is_there()
+    except ValueError as error:
+        return [Check("--rollout-path", "something else", str(error))]
+    if is_there:
+        return [Check("--rollout-path", f"{path} is there")]
+    how_long = "--batch-timeout" if args.wait_for_path else "a minute (--wait-for-path: longer)"
+    return [Check("--rollout-path", f"{path} is not there; training waits for it for {how_long}")]
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

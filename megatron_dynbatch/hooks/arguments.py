@@ -26,6 +26,7 @@ from megatron_dynbatch.plan.options import (
 from megatron_dynbatch.rollouts import RolloutSource, open_transport
 from megatron_dynbatch.rollouts.flow import PROGRESS_NOTE
 from megatron_dynbatch.steps.announce import STALE_POLICIES, Staleness
+from megatron_dynbatch.steps.empty_batches import MOST_IN_A_ROW, EmptyBatches
 
 WIDTHS = ("fixed", "variable")
 PROGRESS = ("auto", "bar", "plain", "off")
@@ -81,6 +82,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="Tokens of a step at most, with --step-splitter tokens.")
     add("--batch-timeout", type=float, default=1800.0, metavar="SECONDS",
         help="How long to wait for the next rollout batch or the END marker (default: 1800).")
+    add("--wait-for-path", action="store_true",
+        help="Wait for --rollout-path as long as for a batch, where it is not there at the start "
+        "(default: a minute, or --batch-timeout if that is less).")
+    add("--max-empty-batches", type=int, default=MOST_IN_A_ROW, metavar="N",
+        help="N rollout batches in a row that train nothing are an error "
+        f"(default: {MOST_IN_A_ROW}).")
     add("--agreement-timeout", type=float, default=300.0, metavar="SECONDS",
         help="How long ranks wait for each other at a batch boundary (default: 300).")
     add("--on-batch-needed", metavar="pkg.mod:fn",
@@ -220,6 +227,7 @@ def settle_args(args: argparse.Namespace) -> None:
         raise OptionError(
             f"--keep-batches {args.keep_batches}: give a number of batches, 0 or more"
         )
+    EmptyBatches(args.max_empty_batches)  # raises if it is no number of batches
     # Raises if the path is something else than rollouts, whichever batches are still there.
     source_from_args(args).published(PROGRESS_NOTE)
     if args.micro_batch_width == "variable":

@@ -105,6 +105,8 @@ class Session:
             fields=None if stage == num_stages - 1 else (),
             lengths_only=0 < stage < num_stages - 1 and not args.mtp_num_layers,
             staleness=staleness_from_args(args),
+            wait_for_path=args.wait_for_path,
+            max_empty_batches=args.max_empty_batches,
             keep_batches=args.keep_batches,
             job_facts=facts_from_args(args),
             ledger=Ledger(args.rollout_ledger) if args.rollout_ledger else None,

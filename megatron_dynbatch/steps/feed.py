@@ -29,6 +29,7 @@ from megatron_dynbatch.steps.agreement import (
 )
 from megatron_dynbatch.steps.announce import Announcer, Staleness, rows_by_batch
 from megatron_dynbatch.steps.cursor import STEP_OPTIONS, Cursor
+from megatron_dynbatch.steps.empty_batches import MOST_IN_A_ROW, EmptyBatches
 from megatron_dynbatch.steps.exchange import Exchange
 from megatron_dynbatch.steps.ledger import Ledger, closing_entry, step_entry
 from megatron_dynbatch.steps.prefetch import OpenBatch, Prefetch
@@ -39,6 +40,7 @@ from megatron_dynbatch.steps.read_rows import (
     sample_of_lengths,
 )
 from megatron_dynbatch.steps.retention import delete_trained
+from megatron_dynbatch.steps.source_wait import GRACE_SECONDS, wait_for_source
 from megatron_dynbatch.steps.step import Step
 
 BatchNeeded = Callable[[Cursor], None]
@@ -65,6 +67,9 @@ class StepFeed:
         lengths_only: Samples are not read at all, as on a pipeline stage that neither embeds tokens
             nor computes the loss: they have their lengths, and zeros as tokens and mask.
         staleness: Which rollouts are too old, and what happens to them.
+        wait_for_path: Whether the source may come as late as a batch; else it must be there within
+            a minute (or `batch_timeout`, if that is less).
+        max_empty_batches: Batches in a row that train nothing which are an error.
         keep_batches: Batches to keep before the one that a completed checkpoint stands at; None:
             nothing is deleted.
         job_facts: Field → value of whatever else must be equal on all ranks; compared once.
@@ -88,6 +93,8 @@ class StepFeed:
         fields: Collection[str] | None = None,
         lengths_only: bool = False,
         staleness: Staleness | None = None,
+        wait_for_path: bool = False,
+        max_empty_batches: int = MOST_IN_A_ROW,
         keep_batches: int | None = None,
         job_facts: Mapping[str, str] | None = None,
         ledger: Ledger | None = None,
@@ -105,6 +112,7 @@ class StepFeed:
         self.fields = fields
         self.lengths_only = lengths_only
         self.staleness = staleness or Staleness()
+        self.path_timeout = batch_timeout if wait_for_path else min(GRACE_SECONDS, batch_timeout)
         self.keep_batches = keep_batches
         self.job_facts = dict(job_facts or {})
         self.ledger = ledger if self.exchange.rank == 0 else None
@@ -114,6 +122,7 @@ class StepFeed:
         self.on_batch_needed = on_batch_needed
         self.on_batch_opened = on_batch_opened
         self.cursor = Cursor()
+        self._empty_batches = EmptyBatches(max_empty_batches)
         self._announcer = Announcer(source, layout, options, self.staleness)
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="pack")
         self._notes = ThreadPoolExecutor(1, thread_name_prefix="notes")
@@ -156,6 +165,7 @@ class StepFeed:
 
         Raises:
             BatchTimeout: On rank 0: neither a batch nor the end came in time.
+            RolloutDataError: A batch or the source is missing, or several in a row train nothing.
             RankFailure: On the other ranks: rank 0 or any other rank failed, or ranks disagree.
         """
         if self._step is not None:
@@ -234,6 +244,7 @@ class StepFeed:
             batch = self._agreed_batch()
             if batch.message["kind"] == "end":
                 return False
+            self._empty_batches.look_at(batch, says=self.exchange.rank == 0)
             if batch.plan is not None:
                 with self.exchange.failing():
                     self.cursor = self.cursor.in_batch(self._step_options(), batch.steps_digest)
@@ -251,6 +262,8 @@ class StepFeed:
         self.exchange.arrive(f"rank 0 to come to rollout batch {self.cursor.batch_id}")
         if not self._is_begun:
             self.exchange.compare({**self._settings(), **self.job_facts})
+            patience = self.path_timeout + self.exchange.timeout
+            self.exchange.broadcast(self._find_source, f"rank 0 to find {self.source}", patience)
             self._is_begun = True
         waiting = f"rank 0 to announce rollout batch {self.cursor.batch_id}"
         patience = self.batch_timeout + self.exchange.timeout
@@ -278,6 +291,11 @@ class StepFeed:
             # A note is a file on a slow disk perhaps; training does not wait for it.
             self._notes.submit(_tolerant, lambda: publish_progress(self.source, batch.batch_id))
         return batch
+
+    def _find_source(self) -> None:
+        """On rank 0: return when there is a place that batches can come from."""
+        if self.on_batch_needed is None:  # which may be what makes it
+            wait_for_source(self.source, self.path_timeout)
 
     def _progress_of_batch(self) -> str:
         """On rank 0: whether the next batch is "ready", only "there", or "absent"."""

@@ -156,6 +156,26 @@ def _deleted(path: Path) -> object:
     return directory.state(0)
 
 
+def _missing(path: Path) -> object:
+    directory = written(path / "r")
+    directory.finish()
+    (path / "r" / "batch-00000000").rename(path / "elsewhere")
+    return directory.state(0)
+
+
+def _stray(path: Path) -> object:
+    directory = written(path / "r")
+    (path / "r" / "batch-00000001").mkdir()
+    return directory.write([good()])
+
+
+def _nothing_to_train(path: Path) -> object:
+    queue = RolloutQueue("generator")
+    for _ in range(2):
+        queue.write([Sample([5, 6, 7], loss_mask=[0, 0])])
+    return StepFeed(queue, ParallelLayout(), OPTIONS, max_empty_batches=2).open_step()
+
+
 def _finished(path: Path) -> object:
     directory = written(path / "r")
     directory.finish()
@@ -233,8 +253,15 @@ STORAGE: dict[str, BadInput] = {
     "a damaged marker": marked("{"),
     "a marker of another program": marked('{"format": "something else"}'),
     "a marker of another version": marked('{"format": "megatron-dynbatch rollouts", "version": 1}'),
-    "reading before there is anything": lambda path: RolloutDirectory(path / "r").index(0),
+    "reading before there is anything": lambda path: RolloutDirectory(path).index(0),
     "writing after the end": _finished,
+    "reading what is not there": lambda path: RolloutDirectory(path / "r").index(0),
+    "a path with a typing error": lambda path: StepFeed(
+        RolloutDirectory(path / "r"), ParallelLayout(), OPTIONS, batch_timeout=0.05
+    ).open_step(),
+    "masks that are all zero": _nothing_to_train,
+    "a batch that is missing": _missing,
+    "a folder that is no batch": _stray,
     "a batch that retention deleted": _deleted,
     "a run without rollouts": _end_at_once,
     "a part that is gone": damaged("part-00000.parquet", None),

@@ -23,6 +23,7 @@ from megatron_dynbatch.plan.splitters import find_splitter
 from megatron_dynbatch.rollouts import RolloutQueue, SampleIndex, open_transport
 from megatron_dynbatch.rollouts.flow import wait_for_room, wait_for_weights
 from megatron_dynbatch.steps import Cursor, Exchange, Staleness, StepFeed
+from megatron_dynbatch.steps.empty_batches import EmptyBatches
 from megatron_dynbatch.steps.ledger import Entry, Ledger, read_ledger
 from tests.reliability.bad_data import OPTIONS, SAMPLES, STORAGE, BadInput, good, noted
 
@@ -126,6 +127,7 @@ OPTION_ERRORS: dict[str, BadInput] = {
     "a micro-batch size": flags(micro_batch_size=2),
     "another sequence length": flags(seq_length=32),
     "a negative staleness": lambda path: Staleness(-1),
+    "no empty batch at all": lambda path: EmptyBatches(0),
     "a queue without name": lambda path: open_transport("queue:"),
     "a Ray actor without name": lambda path: open_transport("ray://127.0.0.1:6379"),
 }
