@@ -57,6 +57,9 @@ WRITES: Mapping[str, tuple[str, ...]] = {
     "ledger-mend": CONTENT,
     "ledger-mend-move": ENTRY,
     "ledger": CONTENT,
+    # Megatron's own, where a kill left it empty.
+    "tracker-mend": CONTENT,
+    "tracker-mend-move": ENTRY,
 }
 """Each durable write of the package, and the positions at which it can be stopped."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_dynbatch.cpu.async_checkpoint import install_async_checkpoints
 from megatron_dynbatch.cpu.inert import nothing
 from megatron_dynbatch.cpu.swap import swap
 
@@ -38,6 +39,7 @@ def install_megatron_patches() -> None:
     _partitioned_indices()
     _sequence_parallel_norm()
     _cpu_defaults()
+    install_async_checkpoints()
     _remembered_docstrings()
 
 

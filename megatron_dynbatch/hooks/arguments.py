@@ -10,11 +10,13 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.hooks.horizon import check_unknown_total, imply_unknown_total
 from megatron_dynbatch.hooks.refusals import refusals
+from megatron_dynbatch.hooks.tracker import mend_tracker
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.plan.options import (
     EMPTY_ROLLOUT_POLICIES,
@@ -230,6 +232,8 @@ def settle_args(args: argparse.Namespace) -> None:
     EmptyBatches(args.max_empty_batches)  # raises if it is no number of batches
     # Raises if the path is something else than rollouts, whichever batches are still there.
     source_from_args(args).published(PROGRESS_NOTE)
+    if args.load:
+        mend_tracker(Path(args.load))
     if args.micro_batch_width == "variable":
         args.variable_seq_lengths = True
 

@@ -16,6 +16,7 @@ from megatron_dynbatch import failpoints
 from megatron_dynbatch.hooks.arguments import imply
 from megatron_dynbatch.hooks.horizon import check_unknown_total
 from megatron_dynbatch.hooks.loss import weighted_output
+from megatron_dynbatch.hooks.tracker import TRACKER, mend_tracker
 from megatron_dynbatch.layout import build_micro_batch
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, make_plan
 from megatron_dynbatch.plan.handshake import read_layout
@@ -143,7 +144,13 @@ def _other_options(path: Path) -> object:
     return cursor
 
 
+def _empty_tracker(path: Path) -> object:
+    (path / TRACKER).touch()
+    return mend_tracker(path)
+
+
 RESUMES: dict[str, BadInput] = {
+    "an empty tracker and no checkpoint": _empty_tracker,
     "another step size inside a batch": _other_options,
     "other steps inside a batch": _other_steps,
 }
