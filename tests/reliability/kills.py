@@ -1,184 +1,173 @@
-"""Processes that end by SIGKILL at a chosen point of a real training, and what they left behind."""
+"""Trainings that die at every durable write, start again by themselves, and what they left."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
-import signal
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tests.parity.job import OWN_SCRIPT, Cell, run_cell
-from tests.parity.layouts import Layout
+from megatron_dynbatch.failpoints import WRITES
+from tests.parity.job import Cell
 from tests.parity.reference import Recipe
-from tests.parity.rollouts import CAPACITY
-from tests.pool import RankError
+from tests.parity.rollouts import CAPACITY, make_steps, write_batches
+from tests.pool import ROOT
+from tests.reliability.killed_training import MEGATRONS
+from tests.reliability.writers_under_fire import BATCHES, SEED
 
-PER_STEP = 5
-BATCHES = (12, 12)
+PER_STEP = 2
 TOTAL = sum(BATCHES)
-NUM_STEPS = 6  # 5 + 5 + 2 rollouts of each batch
-SAVE_INTERVAL = 2
+NUM_STEPS = TOTAL // PER_STEP
+SAVE_INTERVAL = 3
+CHAIN = 4
+"""Kills in one job."""
 
-# Point → how often it is passed at least, on every rank, before the run is over.
-POINTS = {"read": 2, "forward": 6, "optimizer step": 6, "checkpoint write": 3, "hand-over": 3}
+ACTIONS = ("kill", "term", "enospc")
+
+# Notes and deletions are services: a full disk there is a line in the log, and training goes on.
+TOLERATED = ("notes", "note", "note-move", "deletion-mark", "deletion")
+# What a trainer writes, and up to which passage it is stopped there.
+TRAINER = {
+    "notes": 1, "note": 2, "note-move": 2, "ledger-probe": 1, "ledger-cut": 1, "ledger-mend": 1,
+    "ledger-mend-move": 1, "ledger": 4, "deletion-mark": 1, "deletion": 3,
+}  # fmt: skip
+# A ledger that begins with these bytes has a torn line in its middle, or at its end.
+TORN = {"ledger-mend": "middle", "ledger-mend-move": "middle", "ledger-cut": "end"}
+_TORN_LINE = '{"batch_id":0,"step_index":0,"consu'
+_WHOLE_LINE = (
+    '{"batch_id":0,"step_index":0,"consumed":[],"dropped":[],"trained_tokens":0}\n'
+)
 
 
 @dataclass(frozen=True)
-class Kill:
-    """Where a run dies.
+class Chain:
+    """One job: what ends its attempts, one after the other.
 
     Attributes:
-        point: One of `POINTS`.
-        nth: At which passage.
-        ranks: Which ranks die; the others are ended as a launcher does.
-        mark: File that is made just before.
+        places: As of `failpoints`.
+        ranks: Processes.
+        is_async: Whether checkpoints are saved asynchronously.
+        torn_ledger: Where the ledger that it finds has a torn line: "", "middle" or "end".
     """
 
-    point: str
-    nth: int
-    ranks: tuple[int, ...]
-    mark: str = ""
+    places: tuple[str, ...]
+    ranks: int = 1
+    is_async: bool = False
+    torn_ledger: str = ""
 
     def __str__(self) -> str:
-        return f"{self.point} {self.nth}, ranks {self.ranks}"
-
-    def __call__(self) -> None:
-        """Set the trap on this rank, before the training begins."""
-        if int(os.environ["RANK"]) in self.ranks:
-            _TRAPS[self.point](self)
+        how = f"{self.ranks} ranks{', async' if self.is_async else ''}"
+        return f"{how}: {' '.join(self.places)}"
 
 
-def random_kills(count: int, seed: int) -> list[Kill]:
-    """Kills of all or one of two ranks, every point in turn."""
+def chains(seed: int = 5) -> list[Chain]:
+    """Every place and action of the trainer, in jobs of a few kills each."""
     draw = random.Random(seed)
-    points = list(POINTS)
+
+    def places(writes: dict[str, tuple[str, ...]], actions: Sequence[str] = ACTIONS) -> list[str]:
+        found = [
+            f"{name.replace(' ', '_')}:{at}:{draw.randint(1, TRAINER.get(name, 2))}:{action}"
+            for name, positions in writes.items()
+            for at in positions
+            for action in actions
+            if (action, at) != ("enospc", "after")  # what is written is written
+        ]
+        draw.shuffle(found)
+        return found
+
+    own = places({name: WRITES[name] for name in TRAINER if name not in TORN})
+    tolerated = [p for p in own if p.endswith("enospc") and p.partition(":")[0] in TOLERATED]
+    fatal = [p for p in own if p not in tolerated]
+    kept = {name: MEGATRONS[name] for name in ("checkpoint", "tracker")}
+    code = {name: at for name, at in MEGATRONS.items() if name not in kept}
+    jobs = [Chain(tuple(fatal[i : i + CHAIN])) for i in range(0, len(fatal), CHAIN)]
+    for is_async in (False, True):
+        own = places(kept)
+        jobs += [
+            Chain(tuple(own[i : i + CHAIN]), is_async=is_async) for i in range(0, len(own), CHAIN)
+        ]
+    own = [f"{place}:{draw.randint(0, 1)}" for place in places(code, ("kill", "term"))]
+    jobs += [Chain(tuple(own[i : i + CHAIN]), ranks=2) for i in range(0, len(own), CHAIN)]
+    for name, where in TORN.items():
+        own = places({name: WRITES[name]})
+        jobs += [
+            Chain(tuple(own[i : i + CHAIN]), torn_ledger=where) for i in range(0, len(own), CHAIN)
+        ]
+    # A tolerated fault does not end its attempt: it is the last of a job.
     return [
-        Kill(
-            points[number % len(points)],
-            draw.randint(1, POINTS[points[number % len(points)]]),
-            draw.choice([(0,), (1,), (0, 1)]),
-        )
-        for number in range(count)
+        Chain((*job.places, *tolerated[i : i + 1]), job.ranks, job.is_async, job.torn_ledger)
+        for i, job in enumerate(jobs)
     ]
 
 
-def _die(kill: Kill) -> None:
-    Path(kill.mark).touch()
-    os.kill(os.getpid(), signal.SIGKILL)
+def write_rollouts(path: Path) -> None:
+    """What every job trains on."""
+    write_batches(path, make_steps(BATCHES, seed=SEED))
 
 
-def _trap(owner: Any, name: str, kill: Kill, *, after: bool = False) -> None:
-    """Die at the nth call of an attribute, before or after it did its work."""
-    function = getattr(owner, name)
-    calls = 0
-
-    @functools.wraps(function)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == kill.nth and not after:
-            _die(kill)
-        result = function(*args, **kwargs)
-        if calls == kill.nth:
-            _die(kill)
-        return result
-
-    setattr(owner, name, counted)
+def write_under_fire(path: Path) -> None:
+    """The same batches from writers that die at every place of theirs, one after the other."""
+    command = [sys.executable, "-m", "tests.reliability.writers_under_fire", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
 
 
-def _in_read(kill: Kill) -> None:
-    from megatron_dynbatch.rollouts import RolloutDirectory
+def run(rollouts: Path, folder: Path, chain: Chain, timeout: float = 280.0) -> None:
+    """A whole job, through real torchrun, in `folder`.
 
-    _trap(RolloutDirectory, "read", kill)
-
-
-def _in_forward(kill: Kill) -> None:
-    from megatron.core.models.gpt import GPTModel
-
-    _trap(GPTModel, "forward", kill, after=True)
-
-
-def _in_optimizer_step(kill: Kill) -> None:
-    """Weights are changed; no counter is."""
-    import torch
-
-    _trap(torch.optim.AdamW, "step", kill, after=True)
-    _trap(torch.optim.Adam, "step", kill, after=True)
-
-
-def _in_checkpoint_write(kill: Kill) -> None:
-    """All files are written; the tracker still names the checkpoint before."""
-    from megatron.training import checkpointing
-
-    _trap(checkpointing.dist_checkpointing, "save", kill, after=True)
-
-
-def _in_hand_over(kill: Kill) -> None:
-    from megatron_dynbatch.steps import Exchange
-
-    _trap(Exchange, "compare", kill)
-
-
-_TRAPS: dict[str, Callable[[Kill], None]] = {
-    "read": _in_read,
-    "forward": _in_forward,
-    "optimizer step": _in_optimizer_step,
-    "checkpoint write": _in_checkpoint_write,
-    "hand-over": _in_hand_over,
-}
-
-
-def run_flags(rollouts: Path, folder: Path) -> dict[str, object]:
-    """Options of a run of its own in a folder."""
-    return {
+    Raises:
+        AssertionError: It did not end well, or did not pass a place.
+    """
+    shutil.copytree(rollouts, folder / "rollouts")
+    ledger = folder / "ledger.jsonl"
+    if chain.torn_ledger:
+        rest = _WHOLE_LINE if chain.torn_ledger == "middle" else ""
+        ledger.write_text(_WHOLE_LINE + _TORN_LINE + rest)
+    saved = folder / "checkpoints"
+    flags = {
         "dynamic-global-batch": True,
-        "rollout-path": rollouts,
+        "rollout-path": folder / "rollouts",
         "rollouts-per-step": PER_STEP,
         "max-tokens-per-gpu": CAPACITY,
         "train-samples": TOTAL,
         "precision": "float32",
         "step-report": folder / "steps.jsonl",
-        "rollout-ledger": folder / "ledger.jsonl",
-        "save": folder / "checkpoints",
+        "rollout-ledger": ledger,
+        "save": saved,
+        "load": saved,
         "save-interval": SAVE_INTERVAL,
+        "keep-batches": 0,
     }
-
-
-def run(rollouts: Path, folder: Path, layout: Layout, kill: Kill | None = None) -> None:
-    """Train from the newest checkpoint in the folder, if there is one, to the end or to the kill.
-
-    Raises:
-        AssertionError: The run ended otherwise.
-    """
-    saved = folder / "checkpoints"
-    is_resumed = (saved / "latest_checkpointed_iteration.txt").exists()
-    flags = {
-        **run_flags(rollouts, folder),
-        "load": saved if is_resumed else None,
-        **layout.flags(),
+    if chain.is_async:
+        flags |= {"async-save": True, "use-persistent-ckpt-worker": True}
+        flags |= {"async-strategy": "mcore"}
+    cell = Cell(chain.ranks, flags, Recipe(decay=TOTAL, warmup=4))
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    torchrun += ["--nproc-per-node", str(chain.ranks), "--max-restarts", str(len(chain.places))]
+    torchrun += ["--monitor-interval", "0.1"]
+    torchrun += ["--standalone", str(ROOT / "tests" / "reliability" / "killed_training.py")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "KILLED_AT": " ".join([str(folder), *chain.places]),
     }
-    mark = folder / "killed"
-    mark.unlink(missing_ok=True)
-    recipe = Recipe(decay=TOTAL, warmup=4)
-    cell = Cell(
-        layout.ranks,
-        flags,
-        recipe,
-        script=OWN_SCRIPT,
-        overwrite_weights=not is_resumed,
-        prepare=None if kill is None else replace(kill, mark=str(mark)),
-    )
-    try:
-        run_cell(cell)
-    except RankError:
-        if not mark.exists():
-            raise
-    assert kill is None or mark.exists(), f"the run came to its end without passing {kill}"
+    with open(folder / "log", "wb") as log:
+        done = subprocess.run(
+            [*torchrun, *cell.argv()],
+            cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=timeout,
+        )  # fmt: skip
+    tail = (folder / "log").read_text(errors="replace")[-6000:]
+    assert done.returncode == 0, f"{chain} ended with {done.returncode}:\n{tail}"
+    missed = [
+        place for k, place in enumerate(chain.places) if not (folder / f"killed-{k}").exists()
+    ]
+    assert not missed, f"{chain} never passed {missed}:\n{tail}"
 
 
 @dataclass(frozen=True)
@@ -200,3 +189,4 @@ def rows(folder: Path) -> list[Row]:
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     names = [name for name in Row.__dataclass_fields__ if name != "loss"]
     return [Row(*(line[name] for name in names), loss=line["metrics"]["lm loss"]) for line in lines]
+

@@ -108,7 +108,7 @@ NEVER_IN_THE_WAY = ("slot-removal", "deletion", "leftover")
 
 # Of a directory there is one; everything else is written again and again.
 ONCE = ("directory", "marker", "marker-move", "end")
-WRITER = [name for name in WRITES if not name.startswith("ledger")]
+WRITER = [name for name in WRITES if not name.startswith(("ledger", "tracker"))]
 ALL = [f"{name}:{at}:1" for name in WRITER for at in WRITES[name]]
 # After the content of one thing comes the next; only an entry can be seen by others then.
 FIRST = [place for place in ALL if WRITES[place.partition(":")[0]] == ENTRY or "after" not in place]
