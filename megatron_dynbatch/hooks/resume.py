@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from megatron_dynbatch.errors import ResumeError
+from megatron_dynbatch.hooks.tracker import completed_iteration
 from megatron_dynbatch.rollouts import RolloutSource
 from megatron_dynbatch.steps import Cursor, StepFeed
 from megatron_dynbatch.steps.retention import missing_batches
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _MOST_LISTED = 8
@@ -37,15 +36,6 @@ def check_batches(feed: StepFeed, args: argparse.Namespace) -> None:
     found = feed.exchange.broadcast(problem, "rank 0 to look for the batches to train", patience)
     if found is not None:
         raise ResumeError(found)
-
-
-def completed_iteration(folder: Path) -> int:
-    """What Megatron's tracker file in a folder of checkpoints names; −1 if there is none."""
-    try:
-        text = (folder / TRACKER).read_bytes().strip()
-    except OSError:  # also where a shared file system is slow to show it
-        return -1
-    return int(text) if text.isdigit() else -1
 
 
 def _problem(feed: StepFeed, args: argparse.Namespace, missing: list[int]) -> str:

@@ -26,7 +26,8 @@ from megatron_dynbatch.hooks.arguments import (
 from megatron_dynbatch.hooks.horizon import HorizonWarning
 from megatron_dynbatch.hooks.progress import progress_from_args
 from megatron_dynbatch.hooks.rendezvous import install_rendezvous, uninstall_rendezvous
-from megatron_dynbatch.hooks.resume import check_batches, completed_iteration
+from megatron_dynbatch.hooks.resume import check_batches
+from megatron_dynbatch.hooks.tracker import completed_iteration
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.report import StepReportWriter
 from megatron_dynbatch.steps import Cursor, Exchange, Step, StepFeed

@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 
 from megatron_dynbatch.errors import ResumeError
+from megatron_dynbatch.output import progress
 from megatron_dynbatch.rollouts.files import replace_text
-from megatron_dynbatch.steps.exchange import progress
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -22,13 +22,13 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _SIGNS = ("metadata.json", "mp_rank_*/model_optim_rng.pt")
 
 
-def completed_iteration(folder: Path) -> int | None:
-    """Iteration of the last completed checkpoint in a folder, None if it names none."""
+def completed_iteration(folder: Path) -> int:
+    """Iteration of the last completed checkpoint in a folder; −1 if it names none."""
     try:
-        text = (folder / TRACKER).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        return None
-    return int(text) if text.isdecimal() else None
+        text = (folder / TRACKER).read_bytes().strip()
+    except OSError:  # also where a shared file system is slow to show it
+        return -1
+    return int(text) if text.isdigit() else -1
 
 
 def mend_tracker(folder: Path) -> None:

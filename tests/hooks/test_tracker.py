@@ -24,7 +24,7 @@ def test_the_newest_complete_checkpoint_is_named(
         checkpoint(tmp_path, iteration, sign)
     checkpoint(tmp_path, 103, "__0_0.distcp")  # its last file was not written
     (tmp_path / TRACKER).touch()
-    assert completed_iteration(tmp_path) is None
+    assert completed_iteration(tmp_path) == -1
     mend_tracker(tmp_path)
     assert completed_iteration(tmp_path) == 100
     assert "names iteration 100 again" in capsys.readouterr().out

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_dynbatch.failpoints import WRITES
+from megatron_dynbatch.rollouts.hidden import hidden_name
 from tests.parity.job import Cell
 from tests.parity.reference import Recipe
 from tests.parity.rollouts import CAPACITY, make_steps, write_batches
@@ -30,18 +33,27 @@ CHAIN = 4
 ACTIONS = ("kill", "term", "enospc")
 
 # Notes and deletions are services: a full disk there is a line in the log, and training goes on.
-TOLERATED = ("notes", "note", "note-move", "deletion-mark", "deletion")
-# What a trainer writes, and up to which passage it is stopped there.
+TOLERATED = (
+    "notes", "note", "note-move", "deletion-mark", "deletion", "leftover-move", "leftover",
+)  # fmt: skip
+# What a trainer writes in any job, and up to which passage it is stopped there.
 TRAINER = {
-    "notes": 1, "note": 2, "note-move": 2, "ledger-probe": 1, "ledger-cut": 1, "ledger-mend": 1,
-    "ledger-mend-move": 1, "ledger": 4, "deletion-mark": 1, "deletion": 3,
+    "notes": 1, "note": 2, "note-move": 2, "ledger-probe": 1, "ledger": 4, "deletion-mark": 1,
+    "deletion": 3,
 }  # fmt: skip
-# A ledger that begins with these bytes has a torn line in its middle, or at its end.
-TORN = {"ledger-mend": "middle", "ledger-mend-move": "middle", "ledger-cut": "end"}
+# What it writes only where something is to be mended, and what then begins the job: see `Chain`.
+MENDER = {
+    "torn ledger": ("ledger-mend", "ledger-mend-move"),
+    "torn end of the ledger": ("ledger-cut",),
+    "leftovers": ("leftover-move", "leftover"),
+    "torn tracker": ("tracker-mend", "tracker-mend-move"),
+}
+# After these it is mended, and no later attempt comes there.
+MENDED = ("ledger-mend-move:after", "ledger-cut:after", "tracker-mend-move:after")
+NUM_LEFTOVERS = 9
+
 _TORN_LINE = '{"batch_id":0,"step_index":0,"consu'
-_WHOLE_LINE = (
-    '{"batch_id":0,"step_index":0,"consumed":[],"dropped":[],"trained_tokens":0}\n'
-)
+_WHOLE_LINE = '{"batch_id":0,"step_index":0,"consumed":[],"dropped":[],"trained_tokens":0}\n'
 
 
 @dataclass(frozen=True)
@@ -52,57 +64,67 @@ class Chain:
         places: As of `failpoints`.
         ranks: Processes.
         is_async: Whether checkpoints are saved asynchronously.
-        torn_ledger: Where the ledger that it finds has a torn line: "", "middle" or "end".
+        start: What is wrong when it begins: "" or a key of `MENDER`.
     """
 
     places: tuple[str, ...]
     ranks: int = 1
     is_async: bool = False
-    torn_ledger: str = ""
+    start: str = ""
 
     def __str__(self) -> str:
-        how = f"{self.ranks} ranks{', async' if self.is_async else ''}"
-        return f"{how}: {' '.join(self.places)}"
+        notes = [f"{self.ranks} ranks", *(["async"] if self.is_async else []), self.start]
+        return f"{', '.join(filter(None, notes))}: {' '.join(self.places)}"
 
 
 def chains(seed: int = 5) -> list[Chain]:
     """Every place and action of the trainer, in jobs of a few kills each."""
     draw = random.Random(seed)
+    tolerated: list[str] = []
 
-    def places(writes: dict[str, tuple[str, ...]], actions: Sequence[str] = ACTIONS) -> list[str]:
-        found = [
-            f"{name.replace(' ', '_')}:{at}:{draw.randint(1, TRAINER.get(name, 2))}:{action}"
-            for name, positions in writes.items()
-            for at in positions
-            for action in actions
-            if (action, at) != ("enospc", "after")  # what is written is written
-        ]
+    def places(
+        writes: Mapping[str, tuple[str, ...]], actions: Sequence[str] = ACTIONS
+    ) -> list[str]:
+        """Those that end an attempt; the others are kept for the last attempt of some job."""
+        found = []
+        for name, positions in writes.items():
+            for at, action in itertools.product(positions, actions):
+                if (action, at) == ("enospc", "after"):
+                    continue  # what is written is written
+                nth = draw.randint(1, TRAINER.get(name, 1))
+                place = f"{name.replace(' ', '_')}:{at}:{nth}:{action}"
+                is_tolerated = action == "enospc" and name in TOLERATED
+                (tolerated if is_tolerated else found).append(place)
         draw.shuffle(found)
         return found
 
-    own = places({name: WRITES[name] for name in TRAINER if name not in TORN})
-    tolerated = [p for p in own if p.endswith("enospc") and p.partition(":")[0] in TOLERATED]
-    fatal = [p for p in own if p not in tolerated]
+    def jobs(found: Sequence[str], **how: Any) -> list[Chain]:
+        """Kills in groups of nearly one size, what was tolerated last."""
+        last = [place for place in found if place.startswith(MENDED)]
+        rest = [place for place in found if place not in last]
+        count = max(len(last), -(-len(found) // CHAIN))
+        return [Chain((*rest[k::count], *last[k::count]), **how) for k in range(count)]
+
+    made = jobs(places({name: WRITES[name] for name in TRAINER}))
+    made = [Chain((*job.places, *tolerated[k :: len(made)][:1])) for k, job in enumerate(made)]
+    assert len(tolerated) <= len(made)
+    tolerated.clear()
     kept = {name: MEGATRONS[name] for name in ("checkpoint", "tracker")}
     code = {name: at for name, at in MEGATRONS.items() if name not in kept}
-    jobs = [Chain(tuple(fatal[i : i + CHAIN])) for i in range(0, len(fatal), CHAIN)]
-    for is_async in (False, True):
-        own = places(kept)
-        jobs += [
-            Chain(tuple(own[i : i + CHAIN]), is_async=is_async) for i in range(0, len(own), CHAIN)
+    made += jobs(places(kept)) + jobs(places(kept), is_async=True)
+    made += jobs([f"{p}:{draw.randint(0, 1)}" for p in places(code, ("kill", "term"))], ranks=2)
+    for start, names in MENDER.items():
+        mending = jobs(places({name: WRITES[name] for name in names}), start=start)
+        if start == "torn tracker":
+            first = "tracker:middle:1:kill"
+            mending = [replace(job, places=(first, *job.places)) for job in mending]
+        mending = [
+            replace(job, places=(*job.places, *tolerated[k :: len(mending)][:1]))
+            for k, job in enumerate(mending)
         ]
-    own = [f"{place}:{draw.randint(0, 1)}" for place in places(code, ("kill", "term"))]
-    jobs += [Chain(tuple(own[i : i + CHAIN]), ranks=2) for i in range(0, len(own), CHAIN)]
-    for name, where in TORN.items():
-        own = places({name: WRITES[name]})
-        jobs += [
-            Chain(tuple(own[i : i + CHAIN]), torn_ledger=where) for i in range(0, len(own), CHAIN)
-        ]
-    # A tolerated fault does not end its attempt: it is the last of a job.
-    return [
-        Chain((*job.places, *tolerated[i : i + 1]), job.ranks, job.is_async, job.torn_ledger)
-        for i, job in enumerate(jobs)
-    ]
+        tolerated.clear()
+        made += mending
+    return made
 
 
 def write_rollouts(path: Path) -> None:
@@ -125,9 +147,12 @@ def run(rollouts: Path, folder: Path, chain: Chain, timeout: float = 280.0) -> N
     """
     shutil.copytree(rollouts, folder / "rollouts")
     ledger = folder / "ledger.jsonl"
-    if chain.torn_ledger:
-        rest = _WHOLE_LINE if chain.torn_ledger == "middle" else ""
+    if "ledger" in chain.start:
+        rest = "" if "end" in chain.start else _WHOLE_LINE
         ledger.write_text(_WHOLE_LINE + _TORN_LINE + rest)
+    if chain.start == "leftovers":
+        for _ in range(NUM_LEFTOVERS):
+            (folder / "rollouts" / hidden_name()).mkdir()
     saved = folder / "checkpoints"
     flags = {
         "dynamic-global-batch": True,

@@ -20,6 +20,7 @@ from tests.pool import ROOT
 from tests.reliability.killed_training import MEGATRONS
 from tests.reliability.kills import (
     BATCHES,
+    MENDER,
     NUM_STEPS,
     TOTAL,
     TRAINER,
@@ -31,6 +32,7 @@ from tests.reliability.kills import (
     write_rollouts,
     write_under_fire,
 )
+from tests.reliability.writers_under_fire import places
 
 PARTS = 3
 WRITERS = Chain((), ranks=2)
@@ -122,13 +124,16 @@ def test_writers_that_died_everywhere_feed_the_same_training(
 
 
 def test_every_durable_write_is_in_the_matrix() -> None:
-    names = {p.partition(":")[0].replace("_", " ") for chain in ALL for p in chain.places}
-    writers = {"directory", "marker", "marker-move", "slot", "part", "index", "manifest", "plan"}
-    writers |= {"key", "end", "batch", "slot-removal", "notes", "note", "note-move"}
-    assert set(TRAINER) | writers == set(WRITES)
-    assert names == set(TRAINER) | set(MEGATRONS)
-    for name, positions in {**{n: WRITES[n] for n in TRAINER}, **MEGATRONS}.items():
+    trainers = {*TRAINER, *(name for names in MENDER.values() for name in names)}
+    assert trainers | {place.partition(":")[0] for place in places()} == set(WRITES)
+    found = [place.replace("_", " ").split(":") for chain in ALL for place in chain.places]
+    wanted = {**{name: WRITES[name] for name in trainers}, **MEGATRONS}
+    assert {name for name, *_ in found} == set(wanted)
+    for name, positions in wanted.items():
         for position in positions:
-            starts = f"{name.replace(' ', '_')}:{position}:"
-            actions = {p.split(":")[3] for c in ALL for p in c.places if p.startswith(starts)}
-            assert actions >= {"kill", "term"}, starts
+            actions = {action for n, at, _, action, *_ in found if (n, at) == (name, position)}
+            can_be_full = position != "after" and name in {*trainers, "checkpoint", "tracker"}
+            assert actions == {"kill", "term", *(["enospc"] if can_be_full else [])}, (
+                name,
+                position,
+            )
