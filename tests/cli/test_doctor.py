@@ -70,6 +70,8 @@ def test_a_good_installation_and_command_line(tmp_path: Path) -> None:
     environment = by_name(report["environment"])
     root = installed_root()
     assert root is not None
+    found = by_name(report["command line"])["--rollout-path"]["found"]
+    assert found.startswith("there is not there; training waits for it for a minute")
     assert environment["megatron-core"]["found"] == f"{Tree(root).label} ({root.resolve()}), tested"
     assert {"torch", "CUDA", "transformer-engine", "apex", "ray"} <= environment.keys()
     assert environment["reduction kernels"]["found"].startswith("torch implementation")

@@ -19,7 +19,7 @@ from megatron_dynbatch.failpoints import DONE_VARIABLE, ENTRY, VARIABLE, WRITES,
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory
 from megatron_dynbatch.rollouts.hidden import hidden_name
 from tests.pool import ROOT
-from tests.reliability.writer_kills import KEYS, NUM_BATCHES, live, samples, stopped
+from tests.reliability.writer_kills import KEYS, NUM_BATCHES, PROGRESS, live, samples, stopped
 from tests.rollouts.helpers import assert_same_samples
 
 PACKAGE = ROOT / "megatron_dynbatch"
@@ -127,6 +127,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def assert_whole(path: Path) -> int:
     """Each batch is there as it was written, or is not there; returns how many are there."""
     reader = RolloutDirectory(path, open_timeout=0.0)
+    assert reader.published("progress") in (None, *PROGRESS)
     states = []
     for batch in range(NUM_BATCHES + 1):
         try:
@@ -162,7 +163,7 @@ def check_writers(folder: Path, where: list[str], action: str) -> None:
         assert names.count(["DELETED", "key"]) == 2, place
         assert assert_whole(path) == NUM_BATCHES, place
         reader = RolloutDirectory(path)
-        assert reader.published("progress") == str(NUM_BATCHES - 1)
+        assert reader.published("progress") == PROGRESS[-1]
         assert [reader.write(samples(b), key=key) for b, key in enumerate(KEYS)] == [0, 1, 2]
 
 
@@ -200,6 +201,12 @@ def test_the_variable_arms_one_place_once(tmp_path: Path) -> None:
     done.unlink()
     environment[VARIABLE] = "deletion:before:1:kill:1"
     assert run("0") == 0  # another rank
+
+
+def test_an_armed_place_can_ask_the_process_to_end(folder: Path) -> None:
+    codes = stopped(f"{live.__module__}:live", folder, ["batch:before:2:term"])
+    assert codes == {"batch:before:2:term": -signal.SIGTERM}
+    assert assert_whole(folder / "batch:before:2:term") == 1
 
 
 def test_unarmed_places_do_nothing() -> None:

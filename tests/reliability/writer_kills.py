@@ -22,6 +22,7 @@ from tests.pool import ROOT
 
 NUM_BATCHES = 3
 KEYS = ("a", "b", "c")
+PROGRESS = ("at batch 0", "at batch 1", "at batch 2")
 
 
 def samples(batch: int) -> list[Sample]:
@@ -32,10 +33,10 @@ def samples(batch: int) -> list[Sample]:
 def live(path: Path) -> None:
     """Notes, three planned batches with keys, END, and the deletion of the first two batches."""
     directory = RolloutDirectory(path)
-    directory.publish("progress", "0")
+    directory.publish("progress", PROGRESS[0])
     for batch in range(NUM_BATCHES):
         directory.write(samples(batch), f"plan {batch}", parts=[[0, 1], [2, 3]], key=KEYS[batch])
-        directory.publish("progress", str(batch))
+        directory.publish("progress", PROGRESS[batch])
     if directory.num_batches_if_finished() is None:
         directory.finish()
     directory.delete_before(2)

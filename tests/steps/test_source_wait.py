@@ -25,10 +25,8 @@ def test_a_mistyped_path_is_an_error_on_all_ranks_and_is_not_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = dist.HashStore()
-    first, second = (
-        feed(tmp_path / "rolouts", exchange=Exchange(store, rank, 2, timeout=20.0))
-        for rank in range(2)
-    )
+    exchanges = [Exchange(store, rank, 2, timeout=9.0) for rank in range(2)]
+    first, second = (feed(tmp_path / "rolouts", batch_timeout=9.0, exchange=e) for e in exchanges)
     first.path_timeout = 0.1
     errors: list[BaseException] = []
 
