@@ -41,6 +41,40 @@ def write_text(path: Path, text: str) -> None:
     sync(path)
 
 
+def create_text(path: Path, text: str) -> None:
+    """Writes a file unless there is one: of several writers, one has its way.
+
+    It appears as a whole. Where the file system has no hard links it may be seen empty for a
+    moment.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+    try:
+        write_text(temporary, text)
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    except OSError:  # no hard links here, perhaps; a full disk or the like is met again
+        _create_in_place(path, text)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def _create_in_place(path: Path, text: str) -> None:
+    try:
+        file = open(path, "x", encoding="utf-8")
+    except FileExistsError:
+        return
+    with file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            path.unlink()
+            raise
+
+
 def replace_text(path: Path, text: str) -> None:
     """Writes a file, or puts it in the place of an older one, in one move."""
     temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
