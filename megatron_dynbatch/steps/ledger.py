@@ -20,6 +20,7 @@ import numpy as np
 
 from megatron_dynbatch.plan import Plan
 from megatron_dynbatch.rollouts import RolloutSource, SampleIndex
+from megatron_dynbatch.rollouts.content import are_comparable
 from megatron_dynbatch.steps.cursor import Cursor
 
 type Rollout = tuple[int, int]
@@ -35,6 +36,8 @@ class Entry:
         consumed: Rollouts of the finished step.
         dropped: Rollouts of a closed batch that no step will ever train.
         trained_tokens: N of the step.
+        source_id: Of the source of the batch, "" if that is not known.
+        stamp: What the batch holds (`rollouts.content`), "" if that is not known.
     """
 
     batch_id: int
@@ -42,6 +45,8 @@ class Entry:
     consumed: tuple[Rollout, ...] = ()
     dropped: tuple[Rollout, ...] = ()
     trained_tokens: int = 0
+    source_id: str = ""
+    stamp: str = ""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -64,6 +69,7 @@ class Ledger:
         values = {"batch_id": entry.batch_id, "step_index": entry.step_index}
         values |= {"consumed": entry.consumed, "dropped": entry.dropped}  # type: ignore[dict-item]
         values |= {"trained_tokens": entry.trained_tokens}
+        values |= {"source_id": entry.source_id, "stamp": entry.stamp}  # type: ignore[dict-item]
         line = json.dumps(values, separators=(",", ":")) + "\n"
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -90,14 +96,24 @@ def imbalance(entries: Iterable[Entry], source: RolloutSource, num_batches: int)
     """What is wrong if every rollout of the first batches should be there exactly once.
 
     Returns:
-        One sentence per rollout that is missing or there more than once; empty if all balances.
+        One sentence per batch that is not the one that was trained, and per rollout that is
+        missing or there more than once; empty if all balances.
     """
+    entries = list(entries)
+    trained = {entry.batch_id: entry.stamp for entry in entries if entry.batch_id < num_batches}
+    now = {batch_id: source.content_stamp(batch_id) for batch_id in trained}
+    changed = [
+        f"rollout batch {batch_id} in {source} is not the one that was trained: it has the stamp "
+        f"{now[batch_id]}, then it was {before}"
+        for batch_id, before in sorted(trained.items())
+        if are_comparable(before, now[batch_id]) and before != now[batch_id]
+    ]
     indices = [source.index(batch_id) for batch_id in range(num_batches)]
     counts = Counter({(b, r): 0 for b, i in enumerate(indices) for r in range(i.num_rollouts)})
     for entry in entries:
         for batch, row in (*entry.consumed, *entry.dropped):
             counts[batch, int(indices[batch].rollout_indices[row])] += 1
-    return [
+    return changed + [
         f"rollout {rollout} (in order of appearance) of batch {batch} is there {count} times"
         for (batch, rollout), count in sorted(counts.items())
         if count != 1
@@ -110,11 +126,11 @@ def rollouts_of(index: SampleIndex, batch_id: int) -> list[Rollout]:
     return [(batch_id, int(row)) for row in sorted(first_rows)]
 
 
-def step_entry(plan: Plan, step_index: int, batch_id: int, origins: list[Rollout]) -> Entry:
-    """The line of a finished step; `origins` is (batch, row) of each plan row."""
-    step = plan.steps[step_index]
+def step_entry(plan: Plan, origins: list[Rollout], cursor: Cursor) -> Entry:
+    """The line of the step at the cursor; `origins` is (batch, row) of each plan row."""
+    step = plan.steps[cursor.step_index]
     consumed = _names(plan, step.samples.tolist(), origins)
-    return Entry(batch_id, step_index, consumed, trained_tokens=step.num_trained_tokens)
+    return _entry_at(cursor, consumed=consumed, trained_tokens=step.num_trained_tokens)
 
 
 def closing_entry(
@@ -140,7 +156,14 @@ def closing_entry(
         kept = [row for step in plan.steps for row in step.samples.tolist()] + list(plan.carried)
         taken = set(_names(plan, kept, origins))
         dropped += tuple(n for n in _names(plan, plan.dropped, origins) if n not in taken)
-    return Entry(batch_id, cursor.step_index, dropped=dropped)
+    return _entry_at(cursor, dropped=dropped)
+
+
+def _entry_at(cursor: Cursor, **values: Any) -> Entry:
+    stamp = cursor.stamps.get(cursor.batch_id, "")
+    return Entry(
+        cursor.batch_id, cursor.step_index, source_id=cursor.source_id, stamp=stamp, **values
+    )
 
 
 def _names(plan: Plan, rows: Iterable[int], origins: list[Rollout]) -> tuple[Rollout, ...]:
@@ -168,4 +191,6 @@ def _entry(values: dict[str, Any]) -> Entry:
         names("consumed"),
         names("dropped"),
         values["trained_tokens"],
+        values.get("source_id", ""),
+        values.get("stamp", ""),
     )
