@@ -30,8 +30,8 @@ class Cursor:
         steps_digest: Hash of which rows are in which step of the batch, None before it is planned.
         source_id: Of the source of the batches, "" if that is not known.
         source_name: What the source is called, a path for example.
-        stamps: Batch → what it holds (`rollouts.content`), of the last batch that was planned and
-            of those that samples are carried from.
+        stamps: Batch → what it holds (`rollouts.content`), of the batch at work, of the last one
+            before it, and of those that samples are carried from.
     """
 
     batch_id: int = 0

@@ -96,17 +96,21 @@ def write_plans(folder: Path) -> None:
         (folder / f"{name}.fingerprint").write_text(plan.fingerprint + "\n")
 
 
-def train_job(folder: str, argv: list[str], hooks: bool) -> list[dict[str, float]]:
-    """A training in a folder, so that no file names another one."""
+def train_job(
+    folder: str, argv: list[str], hooks: bool, weights_seed: int | None = 1234
+) -> list[dict[str, float]]:
+    """A training in a folder, so that no file names another one; rows as of `Training`."""
     from tests.cpu import training
 
     os.chdir(folder)
-    kept = training.Training()
+    stock, kept = training.Training, training.Training()
     training.Training = lambda: kept  # type: ignore[assignment, misc]
     try:
-        training.train([*TINIEST, *argv], install_hooks=hooks)
+        training.train([*TINIEST, *argv], install_hooks=hooks, weights_seed=weights_seed)
     except SystemExit as end:  # --exit-interval
         assert not end.code
+    finally:
+        training.Training = stock  # type: ignore[misc]
     return kept.rows
 
 
