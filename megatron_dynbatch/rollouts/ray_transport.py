@@ -134,6 +134,7 @@ class RolloutHub:
 
     def source_id(self) -> str:
         """See `RolloutSource.source_id`."""
+        self._refuse_if_lost()
         return self._id if self._journal is None else self._journal.source_id()
 
     def index(self, batch_id: int) -> tuple[Any, str | None]:

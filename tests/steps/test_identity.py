@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from megatron_dynbatch.errors import DynbatchError, ResumeError
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
-from megatron_dynbatch.rollouts import RolloutDirectory, RolloutQueue, Sample
+from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory, RolloutQueue, Sample
+from megatron_dynbatch.rollouts.manifest import write_manifest
 from megatron_dynbatch.steps import Cursor, Exchange, StepFeed
 from megatron_dynbatch.steps.ledger import Ledger, imbalance, read_ledger
 
@@ -179,6 +180,32 @@ def test_a_batch_that_was_replaced_is_refused(
     run = resumed(source, forgetful, leftover)
     run.open_step()
     assert digest in (None, run.cursor.steps_digest)
+    run.close()
+
+
+def test_parts_exchanged_below_their_index_are_noticed_at_resume(tmp_path: Path) -> None:
+    """Whoever does it mends the manifest too, so that the batch looks whole."""
+    source = write(tmp_path / "r")
+    cursor = stopped(source, 1)
+    write(tmp_path / "other", first=40)
+    name = "batch-00000000/part-00000.parquet"
+    shutil.copy(tmp_path / "other" / name, tmp_path / "r" / name)
+    write_manifest((tmp_path / "r" / name).parent, source.stamp(0))
+    with pytest.raises(RolloutDataError, match="parts were changed after it was written"):
+        resumed(source, cursor).open_step()
+
+
+def test_a_batch_that_changes_while_samples_are_carried_from_it_is_refused(tmp_path: Path) -> None:
+    source = RolloutDirectory(tmp_path / "r")
+    source.write([sample(n, n) for n in range(1, 6)])
+    run = feed(source, "carry")
+    for _ in range(2):
+        run.open_step()
+        run.finish_step()
+    replace_batch(tmp_path / "r", 0, [sample(90 + n, n) for n in range(1, 6)])
+    source.write([sample(n, n) for n in range(6, 8)])
+    with pytest.raises(ResumeError, match="rollout batch 0 is not the one"):
+        run.open_step()
     run.close()
 
 
