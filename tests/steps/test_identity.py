@@ -354,3 +354,9 @@ def test_the_ledger_names_source_and_batch(tmp_path: Path) -> None:
         f"{other.content_stamp(n)}, then it was {source.content_stamp(n)}"
         for n in range(3)
     ]
+
+
+def test_a_cursor_keeps_what_samples_are_carried_from_however_old() -> None:
+    cursor = Cursor(batch_id=2, stamps={0: "rows:a", 1: "rows:b", 2: "rows:c"})
+    assert cursor.after_batch(((0, 3), (2, 0)), 0).stamps == {0: "rows:a", 2: "rows:c"}
+    assert cursor.after_batch((), 0).stamps == {2: "rows:c"}
