@@ -109,6 +109,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "them (default: keep all).")
     add("--rollout-ledger", metavar="FILE",
         help="JSONL file in which rank 0 notes the rollouts of each finished step.")
+    add("--rollouts-moved", action="store_true",
+        help="The rollouts lie in another directory than when the checkpoint was saved: go on if "
+        "its batches are the same.")
     add("--step-report", metavar="FILE", help="JSONL file that gets one line per step.")
     add("--step-progress", choices=PROGRESS, default="auto",
         help="How rank 0 shows the step of the batch and the micro-batch of the step that run: "

@@ -111,6 +111,7 @@ class Session:
             keep_batches=args.keep_batches,
             job_facts=facts_from_args(args),
             ledger=Ledger(args.rollout_ledger) if args.rollout_ledger else None,
+            rollouts_moved=args.rollouts_moved,
         )
 
     def at_step_boundary(self, iteration: int) -> None:

@@ -41,6 +41,9 @@ PLACE_COLUMNS = ("part", "part_row")
 STAMP_KEY = "megatron_dynbatch.stamp"
 """Metadata of a file: unique to the batch, so that files of two batches are never mixed."""
 
+CONTENT_KEY = "megatron_dynbatch.content"
+"""Metadata of an index: what its batch holds (`rollouts.content`)."""
+
 INDEX_TYPES: dict[str, Any] = {
     **dict.fromkeys(INDEX_COLUMNS, pa.int64()),
     **dict.fromkeys(PLACE_COLUMNS, pa.int32()),
@@ -95,6 +98,17 @@ def optional_names(cells: Iterable[Mapping[str, Any]]) -> list[str]:
     present = {name for row in cells for name in row}
     own = [name for name in OPTIONAL_TYPES if name in present]
     return own + sorted(name for name in present if is_extra(name))
+
+
+def cell_sizes(cells: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """The `CELLS` columns of the index, of the optional cells of each row."""
+    return {
+        f"{CELLS}{name}": [
+            -1 if (cell := own.get(name)) is None else len(cell) if is_extra(name) else 0
+            for own in cells
+        ]
+        for name in optional_names(cells)
+    }
 
 
 def required_cells(sample: Sample, row: int) -> dict[str, Any]:

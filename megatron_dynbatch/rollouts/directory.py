@@ -27,6 +27,7 @@ from typing import Any
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
 from megatron_dynbatch.rollouts.batch_writer import BatchWriter, part_name
+from megatron_dynbatch.rollouts.content import content_of_files, stored_content
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.files import make_folder, replace_text, text_of
 from megatron_dynbatch.rollouts.index import SampleIndex
@@ -204,6 +205,34 @@ class RolloutDirectory:
         """
         self._read(batch_id, INDEX, lambda file: None)  # waits until it is visible
         return read_manifest(self._slots.folder(batch_id)).stamp
+
+    def source_id(self) -> str:
+        """The directory's own, kept by `cp -r` and `mv`; "" in those of an older version."""
+        return self._marker.id
+
+    def content_stamp(self, batch_id: int, *, verify: bool = False) -> str:
+        """What a batch holds; see `RolloutSource.content_stamp`.
+
+        Raises:
+            RolloutDataError: No such batch, or it is damaged; with `verify`: its parts are not
+                those that it was written with.
+        """
+        stored = self._read(batch_id, INDEX, stored_content)
+        if stored is not None and not verify:
+            return stored
+        batch = self._slots.folder(batch_id)
+
+        def of_files(index: Stored) -> str:
+            manifest = read_manifest(batch)
+            return content_of_files(index, lambda n: manifest.checked(batch / part_name(n)))
+
+        found = self._read(batch_id, INDEX, of_files)
+        if stored not in (None, found):
+            raise RolloutDataError(
+                f"{batch}: its parts were changed after it was written (their checksums make the "
+                f"stamp {found}, its index says {stored}): write the batch again"
+            )
+        return found
 
     def plan_json(self, batch_id: int) -> str | None:
         """The text of the plan that came with a batch, or None.

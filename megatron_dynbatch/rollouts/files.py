@@ -69,6 +69,63 @@ def write_text(path: Path, text: str, what: str) -> None:
         file.write(text.encode())
 
 
+def create_text(path: Path, text: str, what: str) -> None:
+    """Writes a file unless there is one: of several writers, one has its way.
+
+    It appears as a whole. Where the file system has no hard links it may be seen empty for a
+    moment.
+
+    Args:
+        path: The file.
+        text: What will be in it.
+        what: A name of `failpoints.WRITES`; so is `what` with "-move".
+    """
+    temporary = path.with_name(hidden_name())
+    try:
+        with open(temporary, "xb") as file:
+            lock(file.fileno())
+            _fill(file, text, what)
+            _link(temporary, path, text, what)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def _fill(file: IO[bytes], text: str, what: str) -> None:
+    failpoints.reached(what, "before")
+    file.write(text.encode())
+    file.flush()
+    failpoints.torn(what, file.fileno())
+    os.fsync(file.fileno())
+    failpoints.reached(what, "after")
+
+
+def _link(temporary: Path, path: Path, text: str, what: str) -> None:
+    failpoints.reached(f"{what}-move", "before")
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    except OSError:  # no hard links here, perhaps; a full disk or the like is met again
+        _create_in_place(path, text)
+    failpoints.reached(f"{what}-move", "after")
+
+
+def _create_in_place(path: Path, text: str) -> None:
+    try:
+        file = open(path, "x", encoding="utf-8")
+    except FileExistsError:
+        return
+    with file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            path.unlink()
+            raise
+
+
 def replace_text(path: Path, text: str, what: str, temporary: Path | None = None) -> None:
     """Writes a file, or puts it in the place of an older one, in one move.
 
@@ -81,14 +138,9 @@ def replace_text(path: Path, text: str, what: str, temporary: Path | None = None
     for attempt in range(2):
         hidden = temporary or path.with_name(hidden_name())
         try:
-            failpoints.reached(what, "before")
             with open(hidden, "wb") as file:
                 lock(file.fileno())
-                file.write(text.encode())
-                file.flush()
-                failpoints.torn(what, file.fileno())
-                os.fsync(file.fileno())
-                failpoints.reached(what, "after")
+                _fill(file, text, what)
                 move(hidden, path, f"{what}-move")
             break
         except OSError as error:

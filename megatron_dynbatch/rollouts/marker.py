@@ -6,10 +6,11 @@ import json
 import os
 import re
 import time
+import uuid
 from pathlib import Path
 
 from megatron_dynbatch.rollouts.errors import RolloutDataError
-from megatron_dynbatch.rollouts.files import make_folder, replace_text
+from megatron_dynbatch.rollouts.files import create_text, make_folder
 from megatron_dynbatch.rollouts.hidden import TEMPORARY
 
 FORMAT_VERSION = 3
@@ -32,6 +33,16 @@ class DirectoryMarker:
         self._batch_name = batch_name
         self._timeout = timeout
         self._is_checked = False
+        self._id = ""
+
+    @property
+    def id(self) -> str:
+        """The directory's own, whoever made it; "" without a marker or of an older version.
+
+        Raises:
+            RolloutDataError: The path is something other than a rollout directory.
+        """
+        return self._id if self.is_there() else ""
 
     def is_there(self) -> bool:
         """True if marked as one; False if there is nothing yet.
@@ -44,7 +55,7 @@ class DirectoryMarker:
         deadline = time.monotonic() + self._timeout
         while True:
             try:
-                _check(self._path / _MARKER)
+                self._id = _checked_id(self._path / _MARKER)
                 self._is_checked = True
                 return True
             except FileNotFoundError:
@@ -54,6 +65,10 @@ class DirectoryMarker:
             # The marker was made between the two looks; or batches show before it, on a shared file
             # system that is not up to date.
             may_follow = any(n == _MARKER or self._batch_name.fullmatch(n) for n in names)
+            if _MARKER in names and time.monotonic() >= deadline:
+                raise RolloutDataError(
+                    f"{self._path / _MARKER} is empty: who made it was interrupted; remove it"
+                )
             if not may_follow or time.monotonic() >= deadline:
                 raise RolloutDataError(
                     f"{self._path} is not a rollout directory: it holds {names[0]!r} but no "
@@ -62,11 +77,10 @@ class DirectoryMarker:
             time.sleep(min(0.1, self._timeout))
 
     def create(self) -> None:
-        """Makes the directory and its marker."""
+        """Makes the directory and its marker, if nobody else does so at the same moment."""
         make_folder(self._path, "directory", parents=True, exist_ok=True)
-        text = json.dumps({"format": _FORMAT, "version": FORMAT_VERSION}) + "\n"
-        replace_text(self._path / _MARKER, text, "marker")
-        self._is_checked = True
+        values = {"format": _FORMAT, "version": FORMAT_VERSION, "id": uuid.uuid4().hex}
+        create_text(self._path / _MARKER, json.dumps(values) + "\n", "marker")
 
     def _foreign_names(self) -> list[str]:
         try:
@@ -76,9 +90,18 @@ class DirectoryMarker:
         return sorted(name for name in names if not name.startswith(TEMPORARY))
 
 
-def _check(path: Path) -> None:
+def _checked_id(path: Path) -> str:
+    """The id in a marker, "" if it has none.
+
+    Raises:
+        FileNotFoundError: There is no marker, or it is being written.
+        RolloutDataError: It is not the marker of a rollout directory of this version.
+    """
     try:
-        marker = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if not text:
+            raise FileNotFoundError(path)
+        marker = json.loads(text)
     except NotADirectoryError as error:
         raise RolloutDataError(f"{path.parent} is a file, not a rollout directory") from error
     except (ValueError, RecursionError) as error:
@@ -90,3 +113,6 @@ def _check(path: Path) -> None:
             f"{path.parent} has format version {marker.get('version')}, this megatron_dynbatch "
             f"reads version {FORMAT_VERSION}; use the same version on both sides"
         )
+    if not isinstance(marker.get("id", ""), str):
+        raise RolloutDataError(f"{path} has the id {marker['id']!r}, which is no text")
+    return marker.get("id", "")

@@ -23,12 +23,14 @@ from numpy.typing import NDArray
 from megatron_dynbatch.rollouts.columns import (
     CELLS,
     CHECKSUMS,
+    CONTENT_KEY,
     INDEX_COLUMNS,
     INDEX_TYPES,
     PLACE_COLUMNS,
     REQUIRED_TYPES,
     STAMP_KEY,
     arrow_table,
+    cell_sizes,
     checksums,
     column_type,
     columns_of,
@@ -37,6 +39,7 @@ from megatron_dynbatch.rollouts.columns import (
     optional_names,
     required_cells,
 )
+from megatron_dynbatch.rollouts.content import content_of_samples
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.sample import PER_TOKEN_FIELDS, Sample
 
@@ -99,7 +102,7 @@ def write_index(
         name: [value(sample) for sample in samples] for name, value in INDEX_COLUMNS.items()
     }
     columns |= dict(zip(PLACE_COLUMNS, places.T.tolist(), strict=True))
-    sizes = _cell_sizes([optional_cells(sample) for sample in samples])
+    sizes = cell_sizes([optional_cells(sample) for sample in samples])
     columns |= sizes
     repeating = {"rollout_id", "group_id", "policy_version", "part"}
     repeating |= {name for name in sizes if not is_extra(name.removeprefix(CELLS))}
@@ -115,7 +118,8 @@ def write_index(
         store_schema=False,
     ) as writer:
         writer.write_table(table, row_group_size=max(1, len(samples)))
-        writer.add_key_value_metadata({STAMP_KEY: stamp})
+        content = content_of_samples(samples)
+        writer.add_key_value_metadata({STAMP_KEY: stamp, CONTENT_KEY: content})
 
 
 def write_part(
@@ -175,17 +179,6 @@ def _half(
 def _optional_half(cells: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     names = optional_names(cells)
     return _half(names, CHECKSUMS[1], cells) if names else {}
-
-
-def _cell_sizes(cells: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
-    """The `CELLS` columns of the index."""
-    return {
-        f"{CELLS}{name}": [
-            -1 if (cell := own.get(name)) is None else len(cell) if is_extra(name) else 0
-            for own in cells
-        ]
-        for name in optional_names(cells)
-    }
 
 
 def _num_bytes(sample: Sample) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
+from megatron_dynbatch.rollouts.content import content_of_samples
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import SampleIndex
 from megatron_dynbatch.rollouts.sample import Sample
@@ -99,6 +100,14 @@ class RolloutQueue:
     def stamp(self, batch_id: int) -> str:
         """Always "": each process has its own queue, and ranks compare what they read."""
         return ""
+
+    def source_id(self) -> str:
+        """The queue's name: it is the memory of a process, and ends with it."""
+        return f"queue:{self._name}"
+
+    def content_stamp(self, batch_id: int, *, verify: bool = False) -> str:
+        """See `RolloutSource.content_stamp`."""
+        return content_of_samples(self._get(batch_id)[0].samples)
 
     def plan_json(self, batch_id: int) -> str | None:
         """See `RolloutSource.plan_json`."""

@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
+from megatron_dynbatch.rollouts.content import stored_content
 from megatron_dynbatch.rollouts.directory import RolloutDirectory
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import SampleIndex
@@ -98,6 +99,7 @@ class RolloutHub:
         self._store: BatchStore[EncodedBatch] = BatchStore(name)
         self._fetched: dict[int, EncodedBatch] = {}
         self._notes: dict[str, str] = {}
+        self._id = uuid.uuid4().hex
         self._cuts: dict[tuple[int, tuple[int, ...]], tuple[Any, Any | None]] = {}
         # Set by Ray when it starts the actor anew after a failure.
         self._has_lost_batches = (
@@ -129,6 +131,11 @@ class RolloutHub:
         """See `RolloutSource.state`."""
         self._refuse_if_lost()
         return (self._journal or self._store).state(batch_id)
+
+    def source_id(self) -> str:
+        """See `RolloutSource.source_id`."""
+        self._refuse_if_lost()
+        return self._id if self._journal is None else self._journal.source_id()
 
     def index(self, batch_id: int) -> tuple[Any, str | None]:
         """The index of a batch and its plan."""
@@ -319,6 +326,15 @@ class RayRollouts:
     def stamp(self, batch_id: int) -> str:
         """Always "": there is one actor, and it never changes a batch."""
         return ""
+
+    def source_id(self) -> str:
+        """The actor's; with a journal that of the journal's directory, "" until there is one."""
+        return self._call(lambda: self._hub.source_id.remote())
+
+    def content_stamp(self, batch_id: int, *, verify: bool = False) -> str:
+        """See `RolloutSource.content_stamp`; the actor never changes a batch."""
+        content, _ = self._index(batch_id)
+        return stored_content(Blob(f"{self}, batch {batch_id}", content)) or ""
 
     def plan_json(self, batch_id: int) -> str | None:
         """See `RolloutSource.plan_json`."""

@@ -48,6 +48,22 @@ class RolloutSource(Protocol):
         """
         ...
 
+    def source_id(self) -> str:
+        """What tells these batches from those of any other source.
+
+        It stays wherever the batches are moved; "" if it is not known (yet).
+        """
+        ...
+
+    def content_stamp(self, batch_id: int, *, verify: bool = False) -> str:
+        """What a present batch holds: equal for the same samples, wherever they are written.
+
+        Args:
+            batch_id: The batch.
+            verify: Whether it is found anew from the checksums of all rows.
+        """
+        ...
+
     def plan_json(self, batch_id: int) -> str | None:
         """The plan that the rollout side left with a present batch, or None."""
         ...

@@ -21,7 +21,10 @@ _OPTIONAL = ("advantage", *PER_TOKEN_FIELDS)
 
 
 def steps_digest(plan: Plan, origins: Origins) -> str:
-    """Hash of which samples each step has, whatever ranks and micro-batches they are on."""
+    """Hash of which samples each step has, whatever ranks and micro-batches they are on.
+
+    A sample is its batch and row here; what is in them, the stamps of the cursor tell.
+    """
     steps = [[origins[row] for row in step.samples.tolist()] for step in plan.steps]
     return hashlib.sha256(json.dumps(steps).encode()).hexdigest()
 

@@ -80,8 +80,8 @@ class Announcer:
 
         Returns:
             kind: "plan", "nothing" (all of it was too old) or "end"; for a plan its JSON, the
-            origin (batch, row) of each row, and rollouts left out (dropped) or trained (stale)
-            although too old.
+            origin (batch, row) of each row, what source and batches it is of (see `Cursor`), and
+            rollouts left out (dropped) or trained (stale) although too old.
         """
         carried = list(cursor.carried)
         if state == "end" and cursor.batch_id == 0:
@@ -107,7 +107,18 @@ class Announcer:
         if plan is None:
             plan = make_plan(index, self._layout, self._options, last=state == "end")
             plan.check()
-        return {"kind": "plan", "plan": plan.to_json(), "origins": origins, **counts}
+        source = self._identity(origins)
+        return {
+            "kind": "plan", "plan": plan.to_json(), "origins": origins, "source": source, **counts
+        }  # fmt: skip
+
+    def _identity(self, origins: Origins) -> dict[str, Any]:
+        stamps = {b: self._source.content_stamp(b) for b in sorted(rows_by_batch(origins))}
+        return {
+            "source_id": self._source.source_id(),
+            "source_name": str(self._source),
+            "stamps": stamps,
+        }
 
     def _index(self, cursor: Cursor, is_present: bool) -> tuple[SampleIndex, Origins]:
         """Of the carried samples and the batch's own, and where each comes from."""

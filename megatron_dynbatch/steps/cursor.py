@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron_dynbatch.errors import ResumeError
+from megatron_dynbatch.rollouts.content import are_comparable
 
 # Options that decide which rollouts form a step; they must not change inside a batch.
 STEP_OPTIONS = ("rollouts_per_step", "leftover", "loss_reduction", "step_splitter")
@@ -27,6 +28,10 @@ class Cursor:
         stale_rollouts: Rollouts that were older than the limit, dropped or trained.
         step_options: The options of `STEP_OPTIONS` under which the batch was planned.
         steps_digest: Hash of which rows are in which step of the batch, None before it is planned.
+        source_id: Of the source of the batches, "" if that is not known.
+        source_name: What the source is called, a path for example.
+        stamps: Batch → what it holds (`rollouts.content`), of the batch at work, of the last one
+            before it, and of those that samples are carried from.
     """
 
     batch_id: int = 0
@@ -38,18 +43,34 @@ class Cursor:
     stale_rollouts: int = 0
     step_options: Mapping[str, Any] | None = None
     steps_digest: str | None = None
+    source_id: str = ""
+    source_name: str = ""
+    stamps: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def first_batch(self) -> int:
         """The earliest batch that is still read from here on."""
         return min([self.batch_id, *(batch for batch, _ in self.carried)])
 
-    def in_batch(self, step_options: Mapping[str, Any], steps_digest: str) -> Cursor:
+    def in_batch(
+        self, step_options: Mapping[str, Any], steps_digest: str, source: Mapping[str, Any]
+    ) -> Cursor:
         """The cursor when the batch is planned.
 
+        Args:
+            step_options: Under which it is planned.
+            steps_digest: Of its plan.
+            source: `source_id`, `source_name` and `stamps`, as of a cursor.
+
         Raises:
-            ResumeError: Some of its steps are trained, and those were other steps.
+            ResumeError: A batch that was trained or carried from has changed; or some of the steps
+                are trained, and those were other steps.
         """
+        stamps = _numbered(source["stamps"])
+        for batch_id, now in stamps.items():
+            before = self.stamps.get(batch_id, "")
+            if are_comparable(before, now) and before != now:
+                raise changed_batch(batch_id, before, now, source["source_name"])
         if self.step_index > 0 and self.steps_digest not in (None, steps_digest):
             raise ResumeError(
                 f"the checkpoint stands at step {self.step_index} of rollout batch "
@@ -57,7 +78,12 @@ class Cursor:
                 "oversize policy, layout or staleness limit has changed, or the batch; finish the "
                 "batch with the old ones"
             )
-        return replace(self, step_options=dict(step_options), steps_digest=steps_digest)
+        return replace(
+            self,
+            step_options=dict(step_options),
+            steps_digest=steps_digest,
+            **{**source, "stamps": dict(sorted({**self.stamps, **stamps}.items()))},
+        )
 
     def after_step(self, step_global_batch_size: int, *, empty: bool) -> Cursor:
         """The cursor when the step is finished, still inside its batch."""
@@ -75,6 +101,7 @@ class Cursor:
         stale_rollouts: int = 0,
     ) -> Cursor:
         """The cursor at the start of the next batch."""
+        known = {max(self.stamps, default=0), *(batch for batch, _ in carried)}
         return replace(
             self,
             batch_id=self.batch_id + 1,
@@ -84,6 +111,7 @@ class Cursor:
             stale_rollouts=self.stale_rollouts + stale_rollouts,
             step_options=None,
             steps_digest=None,
+            stamps={batch: stamp for batch, stamp in self.stamps.items() if batch in known},
         )
 
     def check_options(self, now: Mapping[str, Any]) -> None:
@@ -104,13 +132,29 @@ class Cursor:
         values = {name: getattr(self, name) for name in _FIELDS}
         if self.step_options is not None:
             values["step_options"] = dict(self.step_options)
+        values["stamps"] = dict(self.stamps)
         return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cursor:
-        """Inverse of `to_dict`."""
+        """Inverse of `to_dict`; fields that a version before did not have are as by default."""
         carried = tuple((int(batch), int(row)) for batch, row in values["carried"])
-        return cls(**{**values, "carried": carried})
+        stamps = _numbered(values.get("stamps", {}))
+        return cls(**{**values, "carried": carried, "stamps": stamps})
+
+
+def changed_batch(batch_id: int, before: str, now: str, source: str) -> ResumeError:
+    """The error of a batch that is not what the checkpoint was trained on."""
+    return ResumeError(
+        f"rollout batch {batch_id} is not the one that the checkpoint was trained on: {source} has "
+        f"one with the stamp {now}, then it was {before}; put the old batch back, or resume from a "
+        "checkpoint that lies before it"
+    )
+
+
+def _numbered(stamps: Mapping[Any, str]) -> dict[int, str]:
+    """JSON has made strings of the numbers of batches."""
+    return {int(batch): stamp for batch, stamp in stamps.items()}
 
 
 _FIELDS = tuple(field.name for field in fields(Cursor))

@@ -31,6 +31,7 @@ from megatron_dynbatch.steps.announce import Announcer, Staleness, rows_by_batch
 from megatron_dynbatch.steps.cursor import STEP_OPTIONS, Cursor
 from megatron_dynbatch.steps.empty_batches import MOST_IN_A_ROW, EmptyBatches
 from megatron_dynbatch.steps.exchange import Exchange
+from megatron_dynbatch.steps.identity import ResumeCheck
 from megatron_dynbatch.steps.ledger import Ledger, closing_entry, step_entry
 from megatron_dynbatch.steps.prefetch import OpenBatch, Prefetch
 from megatron_dynbatch.steps.read_rows import (
@@ -74,6 +75,7 @@ class StepFeed:
             nothing is deleted.
         job_facts: Field → value of whatever else must be equal on all ranks; compared once.
         ledger: Where rank 0 notes which rollouts each step consumed.
+        rollouts_moved: A restored run may find its batches in another source than before.
         on_batch_needed: Called on every rank when the next batch is not there yet, before waiting.
         on_batch_opened: Called on every rank before the first step of a batch; it may run
             forward-only passes, and returns the samples to train in the place of the batch's.
@@ -98,6 +100,7 @@ class StepFeed:
         keep_batches: int | None = None,
         job_facts: Mapping[str, str] | None = None,
         ledger: Ledger | None = None,
+        rollouts_moved: bool = False,
         on_batch_needed: BatchNeeded | None = None,
         on_batch_opened: BatchOpened | None = None,
     ) -> None:
@@ -116,6 +119,7 @@ class StepFeed:
         self.keep_batches = keep_batches
         self.job_facts = dict(job_facts or {})
         self.ledger = ledger if self.exchange.rank == 0 else None
+        self.rollouts_moved = rollouts_moved
         if self.ledger is not None:
             with self.exchange.failing():
                 self.ledger.open()
@@ -123,6 +127,7 @@ class StepFeed:
         self.on_batch_opened = on_batch_opened
         self.cursor = Cursor()
         self._empty_batches = EmptyBatches(max_empty_batches)
+        self._resumed: ResumeCheck | None = None
         self._announcer = Announcer(source, layout, options, self.staleness)
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="pack")
         self._notes = ThreadPoolExecutor(1, thread_name_prefix="notes")
@@ -141,12 +146,15 @@ class StepFeed:
     def restore(self, cursor: Cursor) -> None:
         """Continue at ``cursor``, as saved with a checkpoint.
 
+        `open_step` raises ResumeError if the rollouts are not those of the checkpoint.
+
         Raises:
             ResumeError: Options that form steps changed inside a batch.
         """
         cursor.check_options(self._step_options())
         self.close()
         self.cursor = cursor
+        self._resumed = ResumeCheck(cursor, self.source, moved=self.rollouts_moved)
         self._batch = self._step = None
         self._num_restored += 1
 
@@ -192,9 +200,8 @@ class StepFeed:
         size = step.step_global_batch_size
         empty = step.step_plan.num_trained_tokens == 0
         if self.ledger is not None:
-            entry = step_entry(batch.plan, step.step_index, batch.batch_id, batch.origins)
             with self.exchange.failing():
-                self.ledger.append(entry)
+                self.ledger.append(step_entry(batch.plan, batch.origins, self.cursor))
         self.cursor = self.cursor.after_step(size, empty=empty)
         if self.cursor.step_index == len(batch.plan.steps):
             self._close_batch(batch)
@@ -247,7 +254,9 @@ class StepFeed:
             self._empty_batches.look_at(batch, says=self.exchange.rank == 0)
             if batch.plan is not None:
                 with self.exchange.failing():
-                    self.cursor = self.cursor.in_batch(self._step_options(), batch.steps_digest)
+                    self.cursor = self.cursor.in_batch(
+                        self._step_options(), batch.steps_digest, batch.message["source"]
+                    )
                     if self.on_batch_opened is not None and self.cursor.step_index < len(
                         batch.plan.steps
                     ):
@@ -267,9 +276,11 @@ class StepFeed:
             self._is_begun = True
         waiting = f"rank 0 to announce rollout batch {self.cursor.batch_id}"
         patience = self.batch_timeout + self.exchange.timeout
+        if self._resumed is not None:  # before anything is waited for or written there
+            self.exchange.broadcast(self._resumed.check, waiting, patience)
         self._publish_layout()
         if self._prefetch is None:
-            self._prefetch = self._prepare(self.cursor)
+            self._prefetch = self._prepare(self.cursor, self._resumed)
         prefetch = self._prefetch
         progress_of_batch = self.exchange.broadcast(self._progress_of_batch, waiting, patience)
         if progress_of_batch == "absent" and self.on_batch_needed is not None:
@@ -283,7 +294,7 @@ class StepFeed:
                 self.exchange.timeout,
                 self._raise_timeout,
             )
-        self._prefetch = None
+        self._prefetch = self._resumed = None
         facts, peer_facts = batch_facts(batch, self.cursor, self.dp_rank)
         self.exchange.compare({**self._settings(), **facts}, peer_facts)
         if self.exchange.rank == 0:
@@ -319,13 +330,21 @@ class StepFeed:
             "or raise --batch-timeout"
         )
 
-    def _prepare(self, cursor: Cursor) -> Prefetch:
+    def _prepare(self, cursor: Cursor, resumed: ResumeCheck | None = None) -> Prefetch:
         """Start the thread that gets the batch at a cursor."""
         name = self._post_name(cursor.batch_id)
 
+        def look() -> str | None:
+            state = self.source.state(cursor.batch_id)
+            if resumed is not None:
+                resumed.check()  # what was not there at the first look
+                if state != "absent":
+                    resumed.conclude()
+            return None if state == "absent" else state
+
         def prepare(thread: Prefetch) -> OpenBatch:
             if self.exchange.rank == 0:
-                state = thread.wait(lambda: _unless_absent(self.source.state(cursor.batch_id)))
+                state = thread.wait(look)
                 message = self._announcer.announce(cursor, state)
                 self.exchange.post(name, message)
             else:
@@ -389,10 +408,6 @@ def _cursor_after(cursor: Cursor, batch: OpenBatch) -> Cursor:
     """The cursor at the start of the batch that follows."""
     stale = batch.message["stale_rollouts"]
     return cursor.after_batch(batch.carried, batch.dropped_rollouts, stale)
-
-
-def _unless_absent(state: str) -> str | None:
-    return None if state == "absent" else state
 
 
 def _tolerant(publish: Callable[[], None]) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from megatron_dynbatch.output import progress
 from megatron_dynbatch.plan import Plan
 from megatron_dynbatch.rollouts import RolloutSource, SampleIndex
+from megatron_dynbatch.rollouts.content import are_comparable
 from megatron_dynbatch.rollouts.kept import is_deleted
 from megatron_dynbatch.steps.cursor import Cursor
 from megatron_dynbatch.steps.ledger_file import append_line, lines_of, none_of_ours, prepare
@@ -41,6 +42,8 @@ class Entry:
         consumed: Rollouts of the finished step.
         dropped: Rollouts of a closed batch that no step will ever train.
         trained_tokens: N of the step.
+        source_id: Of the source of the batch, "" if that is not known.
+        stamp: What the batch holds (`rollouts.content`), "" if that is not known.
     """
 
     batch_id: int
@@ -48,6 +51,8 @@ class Entry:
     consumed: tuple[Rollout, ...] = ()
     dropped: tuple[Rollout, ...] = ()
     trained_tokens: int = 0
+    source_id: str = ""
+    stamp: str = ""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -84,6 +89,7 @@ class Ledger:
         values = {"batch_id": entry.batch_id, "step_index": entry.step_index}
         values |= {"consumed": entry.consumed, "dropped": entry.dropped}  # type: ignore[dict-item]
         values |= {"trained_tokens": entry.trained_tokens}
+        values |= {"source_id": entry.source_id, "stamp": entry.stamp}  # type: ignore[dict-item]
         append_line(self.path, values)
 
 
@@ -112,9 +118,12 @@ def imbalance(entries: Iterable[Entry], source: RolloutSource, num_batches: int)
     named twice is told.
 
     Returns:
-        One sentence per rollout that is missing or there more than once; empty if all balances.
+        One sentence per batch that is not the one that was trained, and per rollout that is
+        missing or there more than once; empty if all balances.
     """
+    entries = list(entries)
     kept = [batch_id for batch_id in range(num_batches) if not is_deleted(source, batch_id)]
+    changed = _changed(entries, source, kept)
     indices = {batch_id: source.index(batch_id) for batch_id in kept}
     counts = Counter({(b, r): 0 for b, i in indices.items() for r in range(i.num_rollouts)})
     of_deleted: Counter[Rollout] = Counter()
@@ -124,7 +133,7 @@ def imbalance(entries: Iterable[Entry], source: RolloutSource, num_batches: int)
                 counts[batch, int(indices[batch].rollout_indices[row])] += 1
             else:
                 of_deleted[batch, row] += 1
-    return [
+    return changed + [
         f"the rollout of row {row} of batch {batch}, which was deleted, is there {count} times"
         for (batch, row), count in sorted(of_deleted.items())
         if count != 1
@@ -135,17 +144,29 @@ def imbalance(entries: Iterable[Entry], source: RolloutSource, num_batches: int)
     ]
 
 
+def _changed(entries: list[Entry], source: RolloutSource, kept: list[int]) -> list[str]:
+    """One sentence for each batch that is there and is not the one that was trained."""
+    trained = {entry.batch_id: entry.stamp for entry in entries if entry.batch_id in kept}
+    now = {batch_id: source.content_stamp(batch_id) for batch_id in trained}
+    return [
+        f"rollout batch {batch_id} in {source} is not the one that was trained: it has the stamp "
+        f"{now[batch_id]}, then it was {before}"
+        for batch_id, before in sorted(trained.items())
+        if are_comparable(before, now[batch_id]) and before != now[batch_id]
+    ]
+
+
 def rollouts_of(index: SampleIndex, batch_id: int) -> list[Rollout]:
     """Names of a batch's rollouts."""
     first_rows = np.unique(index.rollout_indices, return_index=True)[1]
     return [(batch_id, int(row)) for row in sorted(first_rows)]
 
 
-def step_entry(plan: Plan, step_index: int, batch_id: int, origins: list[Rollout]) -> Entry:
-    """The line of a finished step; `origins` is (batch, row) of each plan row."""
-    step = plan.steps[step_index]
+def step_entry(plan: Plan, origins: list[Rollout], cursor: Cursor) -> Entry:
+    """The line of the step at the cursor; `origins` is (batch, row) of each plan row."""
+    step = plan.steps[cursor.step_index]
     consumed = _names(plan, step.samples.tolist(), origins)
-    return Entry(batch_id, step_index, consumed, trained_tokens=step.num_trained_tokens)
+    return _entry_at(cursor, consumed=consumed, trained_tokens=step.num_trained_tokens)
 
 
 def closing_entry(
@@ -171,7 +192,14 @@ def closing_entry(
         kept = [row for step in plan.steps for row in step.samples.tolist()] + list(plan.carried)
         taken = set(_names(plan, kept, origins))
         dropped += tuple(n for n in _names(plan, plan.dropped, origins) if n not in taken)
-    return Entry(batch_id, cursor.step_index, dropped=dropped)
+    return _entry_at(cursor, dropped=dropped)
+
+
+def _entry_at(cursor: Cursor, **values: Any) -> Entry:
+    stamp = cursor.stamps.get(cursor.batch_id, "")
+    return Entry(
+        cursor.batch_id, cursor.step_index, source_id=cursor.source_id, stamp=stamp, **values
+    )
 
 
 def _names(plan: Plan, rows: Iterable[int], origins: list[Rollout]) -> tuple[Rollout, ...]:
@@ -200,6 +228,8 @@ def _entry(values: dict[str, Any], path: str | os.PathLike[str], number: int) ->
             names("consumed"),
             names("dropped"),
             operator.index(values["trained_tokens"]),
+            str(values.get("source_id", "")),
+            str(values.get("stamp", "")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise none_of_ours(path, number, repr(error)) from error

@@ -84,8 +84,13 @@ def assert_cursors(
     ]
     for one in observed:
         assert [cursor["steps_digest"] for cursor in one.cursors] == digests
-        seen = [{k: v for k, v in c.items() if k != "steps_digest"} for c in one.cursors]
+        seen = [{k: c[k] for k in expected_cursors[0]} for c in one.cursors]
         assert seen == expected_cursors
+        assert len({cursor["source_id"] for cursor in one.cursors}) == 1
+        for cursor in one.cursors:
+            # Of the batch at work or the last one, and of those that samples are carried from.
+            work = min(cursor["batch_id"] - (not cursor["step_index"]), len(BATCHES) - 1)
+            assert {work, *(b for b, _ in cursor["carried"])} <= set(cursor["stamps"])
 
 
 @pytest.fixture(scope="module")

@@ -213,7 +213,20 @@ def _stale_without_weights(path: Path) -> object:
     return feed.open_step()
 
 
+def _exchanged(path: Path) -> object:
+    directory = written(path / "r")
+    RolloutDirectory(path / "other").write([good(rollout_id=0), good(rollout_id=2)])
+    part = "batch-00000000/part-00000.parquet"
+    shutil.copy(path / "other" / part, path / "r" / part)
+    write_manifest(path / "r" / "batch-00000000", "stamp")
+    return directory.content_stamp(0, verify=True)
+
+
 def _cut(path: Path) -> object:
+    return _cut_part(path).read(0, [35])
+
+
+def _cut_part(path: Path) -> RolloutDirectory:
     directory = written(path / "r", *(good(rollout_id=n) for n in range(40)))
     part = path / "r" / "batch-00000000" / "part-00000.parquet"
     stamp, table = pq.read_metadata(part).metadata, pq.read_table(part)
@@ -221,7 +234,7 @@ def _cut(path: Path) -> object:
         writer.write_table(table.slice(0, 30))
         writer.add_key_value_metadata(stamp)
     write_manifest(part.parent, "stamp")
-    return directory.read(0, [35])
+    return directory
 
 
 def line(text: str) -> BadInput:
@@ -253,6 +266,15 @@ STORAGE: dict[str, BadInput] = {
     "a damaged marker": marked("{"),
     "a marker of another program": marked('{"format": "something else"}'),
     "a marker of another version": marked('{"format": "megatron-dynbatch rollouts", "version": 1}'),
+    "a marker that was never written": marked(""),
+    "a marker with a number as the id": marked(
+        '{"format": "megatron-dynbatch rollouts", "version": 3, "id": 1}'
+    ),
+    "a part exchanged with its manifest": _exchanged,
+    "a part with fewer rows and a manifest that fits": lambda path: (
+        _cut_part(path),
+        RolloutDirectory(path / "r").content_stamp(0, verify=True),
+    ),
     "reading before there is anything": lambda path: RolloutDirectory(path).index(0),
     "writing after the end": _finished,
     "reading what is not there": lambda path: RolloutDirectory(path / "r").index(0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,12 @@ from megatron_dynbatch.layout import build_micro_batch
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, make_plan
 from megatron_dynbatch.plan.handshake import read_layout
 from megatron_dynbatch.plan.splitters import find_splitter
-from megatron_dynbatch.rollouts import RolloutQueue, SampleIndex, open_transport
+from megatron_dynbatch.rollouts import RolloutDirectory, RolloutQueue, SampleIndex, open_transport
 from megatron_dynbatch.rollouts.flow import wait_for_room, wait_for_weights
 from megatron_dynbatch.steps import Cursor, Exchange, Staleness, StepFeed
 from megatron_dynbatch.steps.empty_batches import EmptyBatches
 from megatron_dynbatch.steps.ledger import Entry, Ledger, read_ledger
-from tests.reliability.bad_data import OPTIONS, SAMPLES, STORAGE, BadInput, good, noted
+from tests.reliability.bad_data import OPTIONS, SAMPLES, STORAGE, BadInput, good, noted, written
 
 
 def planned(lengths: list[int], layout: ParallelLayout | None = None, **options: Any) -> BadInput:
@@ -134,12 +135,15 @@ OPTION_ERRORS: dict[str, BadInput] = {
 }
 
 
+NO_SOURCE: dict[str, Any] = {"source_id": "", "source_name": "", "stamps": {}}
+
+
 def _other_steps(path: Path) -> object:
-    return replace(Cursor(), step_index=1, steps_digest="a").in_batch({}, "b")
+    return replace(Cursor(), step_index=1, steps_digest="a").in_batch({}, "b", NO_SOURCE)
 
 
 def _other_options(path: Path) -> object:
-    cursor = Cursor().in_batch({"rollouts_per_step": 4}, "a").after_step(4, empty=False)
+    cursor = Cursor().in_batch({"rollouts_per_step": 4}, "a", NO_SOURCE).after_step(4, empty=False)
     cursor.check_options({"rollouts_per_step": 8})
     return cursor
 
@@ -149,8 +153,36 @@ def _empty_tracker(path: Path) -> object:
     return mend_tracker(path)
 
 
+def _resumed(change: Callable[[Path], object]) -> BadInput:
+    """A run that stopped inside a batch and goes on after a change of its directory."""
+
+    def resume(path: Path) -> object:
+        directory = written(path / "r")
+        options = replace(OPTIONS, rollouts_per_step=1)
+        feed = StepFeed(directory, ParallelLayout(), options)
+        feed.open_step(), feed.finish_step(), feed.close()
+        change(path)
+        again = StepFeed(RolloutDirectory(path / "r"), ParallelLayout(), options)
+        again.restore(feed.cursor)
+        return again.open_step()
+
+    return resume
+
+
+def _another_directory(path: Path) -> None:
+    shutil.rmtree(path / "r")
+    written(path / "r")
+
+
+def _another_batch(path: Path) -> None:
+    shutil.rmtree(path / "r" / "batch-00000000")
+    RolloutDirectory(path / "r").write([good(rollout_id=0), good(rollout_id=2)])
+
+
 RESUMES: dict[str, BadInput] = {
     "an empty tracker and no checkpoint": _empty_tracker,
+    "another directory": _resumed(_another_directory),
+    "a batch in the place of another": _resumed(_another_batch),
     "another step size inside a batch": _other_options,
     "other steps inside a batch": _other_steps,
 }

@@ -38,18 +38,17 @@ TOLERATED = (
 )  # fmt: skip
 # What a trainer writes in any job, and up to which passage it is stopped there.
 TRAINER = {
-    "notes": 1, "note": 2, "note-move": 2, "ledger-probe": 1, "ledger": 4, "deletion-mark": 1,
-    "deletion": 3,
+    "notes": 1, "note": 2, "note-move": 2, "ledger-probe": 1, "ledger-cut": 1, "ledger": 4,
+    "deletion-mark": 1, "deletion": 3,
 }  # fmt: skip
 # What it writes only where something is to be mended, and what then begins the job: see `Chain`.
 MENDER = {
     "torn ledger": ("ledger-mend", "ledger-mend-move"),
-    "torn end of the ledger": ("ledger-cut",),
     "leftovers": ("leftover-move", "leftover"),
     "torn tracker": ("tracker-mend", "tracker-mend-move"),
 }
 # After these it is mended, and no later attempt comes there.
-MENDED = ("ledger-mend-move:after", "ledger-cut:after", "tracker-mend-move:after")
+MENDED = ("ledger-mend-move:after", "tracker-mend-move:after")
 NUM_LEFTOVERS = 9
 
 _TORN_LINE = '{"batch_id":0,"step_index":0,"consu'
@@ -147,9 +146,8 @@ def run(rollouts: Path, folder: Path, chain: Chain, timeout: float = 280.0) -> N
     """
     shutil.copytree(rollouts, folder / "rollouts")
     ledger = folder / "ledger.jsonl"
-    if "ledger" in chain.start:
-        rest = "" if "end" in chain.start else _WHOLE_LINE
-        ledger.write_text(_WHOLE_LINE + _TORN_LINE + rest)
+    if chain.start == "torn ledger":
+        ledger.write_text(_WHOLE_LINE + _TORN_LINE + _WHOLE_LINE)
     if chain.start == "leftovers":
         for _ in range(NUM_LEFTOVERS):
             (folder / "rollouts" / hidden_name()).mkdir()

@@ -42,7 +42,7 @@ WRITING_METHODS = {
     "hardlink_to",
 }  # fmt: skip
 WRITERS_OF_FILES = (
-    "new_file", "write_text", "replace_text", "make_folder", "move", "remove_file",
+    "new_file", "write_text", "create_text", "replace_text", "make_folder", "move", "remove_file",
     "remove_folder", "append", "cut",
 )  # fmt: skip
 
@@ -99,7 +99,7 @@ def test_every_write_names_a_failpoint_and_every_failpoint_is_passed() -> None:
                 what = next(a for a in call.args[1:] if getattr(a, "value", None) in WRITES)
                 assert isinstance(what, ast.Constant), f"{name}:{call.lineno}"
                 named.add(what.value)
-                if call.func.id == "replace_text":
+                if call.func.id in ("create_text", "replace_text"):
                     named.add(f"{what.value}-move")
     assert named == set(WRITES)
 

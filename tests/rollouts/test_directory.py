@@ -116,6 +116,7 @@ def test_wrong_markers(tmp_path: Path, marker: str, message: str) -> None:
 def test_marker_of_this_version(tmp_path: Path) -> None:
     RolloutDirectory(tmp_path).write(golden_samples())
     marker = json.loads((tmp_path / "dynbatch.json").read_text())
+    assert marker.pop("id") == RolloutDirectory(tmp_path).source_id() != ""
     assert marker == {"format": "megatron-dynbatch rollouts", "version": 3}
 
 

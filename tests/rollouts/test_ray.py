@@ -15,7 +15,8 @@ import pytest
 
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions, make_plan
 from megatron_dynbatch.plan.handshake import publish_layout, rows_by_rank, write_planned
-from megatron_dynbatch.rollouts import RolloutDataError, Sample, open_transport
+from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory, Sample, open_transport
+from megatron_dynbatch.rollouts.content import content_of_samples
 from megatron_dynbatch.steps import StepFeed
 from tests.rollouts.helpers import assert_same_samples, random_samples
 
@@ -67,6 +68,8 @@ def test_write_read_delete_and_finish(name: str) -> None:
     assert_same_samples(other.read(0, [59, 3, 10, 3]), [samples[r] for r in (59, 3, 10, 3)])
     assert other.read(0, [3], fields=())[0].values is None
     assert len(other.index(0)) == 60 and other.plan_json(0) == "plan"
+    assert other.content_stamp(0, verify=True) == content_of_samples(samples)
+    assert other.source_id() == rollouts.source_id() != RayRollouts(f"{name}-2").source_id()
     rollouts.publish("layout", "x")
     assert other.published("layout") == "x" and other.published("progress") is None
     for call in (lambda: other.read(0, [60]), lambda: other.read(0, [0], fields=["logprobs"])):
@@ -135,7 +138,10 @@ def test_an_actor_with_a_journal_comes_back_with_all_batches(name: str, tmp_path
     kill(rollouts)
     assert rollouts.write(samples, key="a") == 0  # its writer did not learn the outcome
     assert rollouts.write(samples[:2], key="b") == 1
+    known = rollouts.source_id()
     kill(rollouts)
+    assert rollouts.source_id() == known == RolloutDirectory(tmp_path / "journal").source_id()
+    assert rollouts.content_stamp(0) == content_of_samples(samples)
     assert rollouts.state(0) == rollouts.state(1) == "present"
     assert rollouts.published("progress") == "0" and rollouts.plan_json(0) == "plan"
     assert_same_samples(rollouts.read(0, [39, 5]), [samples[39], samples[5]])
