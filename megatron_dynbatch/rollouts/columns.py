@@ -8,7 +8,6 @@ the user's own). The index also tells for each optional column of the parts whic
 
 from __future__ import annotations
 
-import io
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from megatron_dynbatch.rollouts.npy import array_of_npy, npy_bytes
 from megatron_dynbatch.rollouts.sample import EXTRA_KINDS, PER_TOKEN_FIELDS, Sample
 
 LENGTHS: dict[str, Callable[[Sample], int]] = {
@@ -85,7 +84,7 @@ def optional_cells(sample: Sample) -> dict[str, Any]:
         **{name: getattr(sample, name) for name in PER_TOKEN_FIELDS},
     }
     for kind in ("token_arrays", "response_arrays"):
-        cells |= {f"{kind}/{name}": _npy(a) for name, a in getattr(sample, kind).items()}
+        cells |= {f"{kind}/{name}": npy_bytes(a) for name, a in getattr(sample, kind).items()}
     cells |= {f"blobs/{name}": blob for name, blob in sample.blobs.items()}
     return {name: cell for name, cell in cells.items() if cell is not None}
 
@@ -116,7 +115,7 @@ def sample_from_cells(cells: dict[str, Any]) -> Sample:
     for column in [name for name in cells if is_extra(name)]:
         kind, _, name = column.partition("/")
         cell = cells.pop(column)
-        extras[kind][name] = cell if kind == "blobs" else _array_of(cell)
+        extras[kind][name] = bytes(cell) if kind == "blobs" else array_of_npy(cell)
     return Sample(**cells, **extras)
 
 
@@ -151,17 +150,6 @@ def columns_of(cells: Iterable[dict[str, Any]], names: Iterable[str]) -> dict[st
     """Cells of each sample, by column; None where a sample has none."""
     rows = list(cells)
     return {name: [row.get(name) for row in rows] for name in names}
-
-
-def _npy(array: NDArray[Any]) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=False)
-    return buffer.getvalue()
-
-
-def _array_of(npy: bytes) -> NDArray[Any]:
-    """The array of an .npy file; never an object array, which would be a pickle."""
-    return np.load(io.BytesIO(npy), allow_pickle=False)
 
 
 def _arrow_column(cells: Sequence[Any], arrow_type: Any) -> Any:

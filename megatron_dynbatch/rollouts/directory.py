@@ -25,23 +25,26 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
+from megatron_dynbatch.rollouts.checked_paths import (
+    check_text,
+    checked_path,
+    own_file,
+    own_folder,
+    own_text,
+)
 from megatron_dynbatch.rollouts.errors import RolloutDataError
-from megatron_dynbatch.rollouts.files import TEMPORARY, replace_text, sync, text_of, write_text
+from megatron_dynbatch.rollouts.files import TEMPORARY, replace_text, sync, write_text
 from megatron_dynbatch.rollouts.index import SampleIndex
 from megatron_dynbatch.rollouts.manifest import MANIFEST, read_manifest, write_manifest
 from megatron_dynbatch.rollouts.marker import FORMAT_VERSION, DirectoryMarker
-from megatron_dynbatch.rollouts.parquet_read import (
-    Stored,
-    check_fields,
-    read_index,
-    read_part,
-    read_places,
-)
+from megatron_dynbatch.rollouts.parquet_file import Stored
+from megatron_dynbatch.rollouts.parquet_index import read_index, read_places
+from megatron_dynbatch.rollouts.parquet_read import check_fields, read_part
 from megatron_dynbatch.rollouts.parquet_write import Parts, new_file, write_index, write_part
 from megatron_dynbatch.rollouts.sample import Sample
 from megatron_dynbatch.rollouts.source import BatchState
@@ -81,7 +84,7 @@ class RolloutDirectory:
             open_timeout: Seconds for which a file that should be there is looked for again: a
                 shared file system may show a directory before what is in it.
         """
-        self.path = Path(path)
+        self.path = checked_path(path)
         self._vocab_size = vocab_size
         self._open_timeout = open_timeout
         self._marker = DirectoryMarker(self.path, _BATCH_NAME, open_timeout)
@@ -118,6 +121,8 @@ class RolloutDirectory:
         """
         batch = RolloutBatch(samples, vocab_size=self._vocab_size)
         division = Parts.of(len(batch), parts)
+        if plan_json is not None:
+            check_text("the plan of the batch", plan_json)
         if key is not None and (found := self._batch_of_key(check_key(key))) is not None:
             return found
         stamp = uuid.uuid4().hex
@@ -202,7 +207,7 @@ class RolloutDirectory:
             def read(
                 file: Stored, positions: Any = positions, cells: Any = cells
             ) -> dict[int, Sample]:
-                return read_part([file], positions, fields, self._vocab_size, cells)
+                return read_part([file], positions, cells, fields, self._vocab_size)
 
             samples |= self._read(batch_id, _part_name(part), read)
         return [samples[row] for row in rows]
@@ -223,8 +228,8 @@ class RolloutDirectory:
             RolloutDataError: No such batch, or the text is not UTF-8.
         """
         path = self._batch_path(batch_id)
-        self._when_visible(path / _INDEX, (path / _INDEX).stat)
-        return text_of(path / _PLAN)
+        self._when_visible(path / _INDEX, lambda: own_file(self.path, path.name, _INDEX))
+        return own_text(self.path, path.name, _PLAN)
 
     def read_parts(self, batch_id: int) -> tuple[list[Sample], list[list[int]]]:
         """All samples of a batch in row order, and the rows of each of its parts in order."""
@@ -252,10 +257,12 @@ class RolloutDirectory:
     def publish(self, name: str, text: str) -> None:
         """Leaves a note for the other side, in the place of an older one of that name."""
         check_note_name(name)
+        check_text(f"note {name!r}", text)
         if not self._marker.is_there():
             self._marker.create()
-        (self.path / _NOTES).mkdir(exist_ok=True)
-        replace_text(self.path / _NOTES / name, text)
+        with suppress(FileExistsError):
+            (self.path / _NOTES).mkdir()
+        replace_text(own_folder(self.path, _NOTES) / name, text)
 
     def published(self, name: str) -> str | None:
         """The latest note of that name, or None.
@@ -265,13 +272,15 @@ class RolloutDirectory:
                 not UTF-8.
         """
         check_note_name(name)
-        return text_of(self.path / _NOTES / name) if self._marker.is_there() else None
+        return own_text(self.path, _NOTES, name) if self._marker.is_there() else None
 
     def _batch_path(self, batch_id: int) -> Path:
         return self.path / f"batch-{batch_number(batch_id):08d}"
 
     def _slot_state(self, batch_id: int) -> SlotState:
         path = self._batch_path(batch_id)
+        with suppress(FileNotFoundError):
+            own_folder(self.path, path.name)
         if (path / _DELETED).exists():
             return "deleted"
         if (path / _INDEX).exists():
@@ -296,7 +305,7 @@ class RolloutDirectory:
         return self._keys.get(key)
 
     def _note_key(self, number: int) -> None:
-        key = text_of(self._batch_path(number) / _KEY)
+        key = own_text(self.path, self._batch_path(number).name, _KEY)
         if key is not None:
             self._keys.setdefault(key, number)
         self._num_keys_read = number + 1
@@ -306,7 +315,7 @@ class RolloutDirectory:
         batch = self._batch_path(batch_id)
 
         def check_and_read() -> T:
-            (batch / name).stat()
+            own_file(self.path, batch.name, name)
             return read(read_manifest(batch).checked(batch / name))
 
         return self._when_visible(batch / name, check_and_read)

@@ -6,8 +6,6 @@ import os
 import uuid
 from pathlib import Path
 
-from megatron_dynbatch.rollouts.errors import RolloutDataError
-
 TEMPORARY = ".tmp-"
 """Names of what is not finished begin with it."""
 
@@ -19,20 +17,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def text_of(path: Path) -> str | None:
-    """What a text file says, None if there is none.
-
-    Raises:
-        RolloutDataError: It is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError as error:
-        raise RolloutDataError(f"{path}: not UTF-8 text ({error})") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ import re
 import time
 from pathlib import Path
 
+from megatron_dynbatch.rollouts.checked_paths import own_json
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.files import TEMPORARY, replace_text
 
@@ -77,10 +78,12 @@ class DirectoryMarker:
 
 def _check(path: Path) -> None:
     try:
-        marker = json.loads(path.read_text(encoding="utf-8"))
+        marker = own_json(path.parent, path.name)
     except NotADirectoryError as error:
         raise RolloutDataError(f"{path.parent} is a file, not a rollout directory") from error
-    except (ValueError, RecursionError) as error:
+    except RolloutDataError:
+        raise
+    except ValueError as error:
         raise RolloutDataError(f"{path} is not valid JSON ({error})") from error
     if not isinstance(marker, dict) or marker.get("format") != _FORMAT:
         raise RolloutDataError(f"{path} does not say format {_FORMAT!r}; not a rollout directory")

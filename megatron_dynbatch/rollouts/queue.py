@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
+from megatron_dynbatch.rollouts.checked_paths import check_text
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import SampleIndex
 from megatron_dynbatch.rollouts.sample import Sample
@@ -59,6 +60,8 @@ class RolloutQueue:
             RolloutDataError: `validate_samples` rejects the samples, or the run is finished.
         """
         batch = RolloutBatch(samples, vocab_size=self._vocab_size)
+        if plan_json is not None:
+            check_text("the plan of the batch", plan_json)
         with self._lock:
             return self._store.add((batch, plan_json), key)
 
@@ -108,7 +111,7 @@ class RolloutQueue:
     def publish(self, name: str, text: str) -> None:
         """See `RolloutSource.publish`."""
         check_note_name(name)
-        self._notes[name] = text
+        self._notes[name] = check_text(f"note {name!r}", text)
 
     def published(self, name: str) -> str | None:
         """See `RolloutSource.published`."""
