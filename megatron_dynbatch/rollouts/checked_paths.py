@@ -22,7 +22,7 @@ MAX_NAME_BYTES = 255
 """What Linux file systems take as one name."""
 
 MAX_TEXT_BYTES = 1 << 26
-"""What a plan, a manifest or a note may have; a plan of 2^20 samples has some 40 MB."""
+"""What a plan, a manifest or a note may have; a plan of 2^19 samples has some 25 MB."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 

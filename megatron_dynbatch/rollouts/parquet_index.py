@@ -99,14 +99,18 @@ class Places:
             RolloutDataError: Its rows have no position each.
         """
         rows = np.flatnonzero(self.parts == part)
-        order = np.argsort(self.positions[rows], kind="stable")
-        wrong = np.flatnonzero(self.positions[rows[order]] != np.arange(len(rows)))
+        places = np.arange(len(rows), dtype=np.int32)
+        if not np.array_equal(self.positions[rows], places):  # a planned part
+            rows = rows[np.argsort(self.positions[rows], kind="stable")]
+        elif len(rows) == len(self.parts):
+            return PartCells(self.total_lengths, self.response_lengths, self.sizes)
+        wrong = np.flatnonzero(self.positions[rows] != places)
         if wrong.size:
             raise RolloutDataError(
                 f"{self.source}: part {part} should have {len(rows)} samples, but none is at "
                 f"position {wrong[0]}; the index is damaged: write the batch again"
             )
-        return self.cells_of(rows[order])
+        return self.cells_of(rows)
 
     def cells_of(self, rows: NDArray[np.int64]) -> PartCells:
         """Sizes of the cells of some rows, in this order."""

@@ -95,7 +95,7 @@ SAMPLES: dict[str, BadInput] = {
     ),
     "a token array for one sample only": batch(good(token_arrays={"experts": [1, 2, 3]}), good()),
     "an index of more rows than a batch has": lambda path: SampleIndex(
-        *[np.ones(2**20 + 1, np.int64)] * 5
+        *[np.ones(2**19 + 1, np.int64)] * 5
     ).check(),
     "an index with a sample of 2^24 tokens and one more": lambda path: SampleIndex(
         [2**24 + 1], [3], [1], [-1], [-1]
