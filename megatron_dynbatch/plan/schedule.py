@@ -156,27 +156,27 @@ def plan_from_schedule(
 
 def _check_types(schedule: Schedule, num_samples: int) -> None:
     """Four lists of (lists of…) integers that can be rows and counts."""
-    try:
-        partitions, micro_batch_indices, num_microbatches, global_batch_sizes = schedule
-        for name, rows, end in (
-            *(("partitions", rows, num_samples) for rows in partitions),
-            *(
-                ("micro_batch_indices", local, num_samples)
-                for rank in micro_batch_indices
-                for local in rank
-            ),
-            ("num_microbatches", num_microbatches, 1 << 40),
-            ("global_batch_sizes", global_batch_sizes, num_samples + 1),
-        ):
-            wrong = [n for n in rows if not (type(n) is int and 0 <= n < end)]
-            if wrong:
-                raise PlanError(
-                    f"schedule: {name} has {short(wrong[0])}; give integers from 0 to {end - 1}"
-                )
-    except (TypeError, ValueError) as error:
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(f"schedule: four lists of integers are expected ({error})") from error
+    if not isinstance(schedule, (list, tuple)) or len(schedule) != 4:
+        raise PlanError(f"schedule: four lists are expected, not {short(schedule)}")
+    partitions, micro_batch_indices, num_microbatches, global_batch_sizes = schedule
+    _check_ints("partitions", partitions, 2, num_samples)
+    _check_ints("micro_batch_indices", micro_batch_indices, 3, num_samples)
+    _check_ints("num_microbatches", num_microbatches, 1, 1 << 40)
+    _check_ints("global_batch_sizes", global_batch_sizes, 1, num_samples + 1)
+
+
+def _check_ints(name: str, values: object, depth: int, end: int) -> None:
+    """Lists in lists, so deep, of integers below an end."""
+    if depth == 0:
+        if type(values) is not int or not 0 <= values < end:
+            raise PlanError(
+                f"schedule: {name} has {short(values)}; give integers from 0 to {end - 1}"
+            )
+    elif not isinstance(values, (list, tuple)):
+        raise PlanError(f"schedule: {name} has {short(values)}; give lists of integers")
+    else:
+        for value in values:
+            _check_ints(name, value, depth - 1, end)
 
 
 def _check_schedule(schedule: Schedule, layout: ParallelLayout) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from megatron_dynbatch.rollouts.errors import RolloutDataError
+from megatron_dynbatch.rollouts.limits import MAX_COLUMNS
 from megatron_dynbatch.rollouts.npy import array_of_npy, npy_bytes
 from megatron_dynbatch.rollouts.sample import EXTRA_KINDS, PER_TOKEN_FIELDS, Sample
 
@@ -90,8 +92,17 @@ def optional_cells(sample: Sample) -> dict[str, Any]:
 
 
 def optional_names(cells: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Optional columns that some row has a cell in, in the order in which parts store them."""
+    """Optional columns that some row has a cell in, in the order in which parts store them.
+
+    Raises:
+        RolloutDataError: They are more than `MAX_COLUMNS`.
+    """
     present = {name for row in cells for name in row}
+    if len(present) > MAX_COLUMNS:
+        raise RolloutDataError(
+            f"samples: {len(present)} optional fields, arrays and blobs by name; a batch has at "
+            f"most {MAX_COLUMNS}"
+        )
     own = [name for name in OPTIONAL_TYPES if name in present]
     return own + sorted(name for name in present if is_extra(name))
 

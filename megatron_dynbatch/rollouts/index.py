@@ -43,9 +43,9 @@ class SampleIndex:
     policy_versions: NDArray[np.int64] = ()  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if np.shape(self.policy_versions) == (0,):
-            unknown = np.full(np.shape(self.total_lengths), -1, np.int64)
-            object.__setattr__(self, "policy_versions", unknown)
+        if isinstance(self.policy_versions, tuple) and not self.policy_versions:
+            size = len(_int64_column("total_lengths", self.total_lengths))
+            object.__setattr__(self, "policy_versions", np.full(size, -1, np.int64))
         for field in fields(self):
             column = _int64_column(field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, column)
@@ -169,6 +169,12 @@ class SampleIndex:
                 named = ", ".join(f"{row} (rollout {self.rollout_ids[row]})" for row in rows[:20])
                 more = f" and {rows.size - 20} more" if rows.size > 20 else ""
                 raise RolloutDataError(f"{where}: each of rows {named}{more} {what}")
+
+
+def is_row(row: object, num_rows: int) -> bool:
+    """Whether something can be the number of one of so many rows."""
+    is_integer = isinstance(row, (int, np.integer)) and not isinstance(row, bool)
+    return is_integer and 0 <= row < num_rows  # type: ignore[operator]
 
 
 def _int64_column(name: str, values: Any) -> NDArray[np.int64]:

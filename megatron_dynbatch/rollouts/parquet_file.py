@@ -21,7 +21,7 @@ from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.parquet_footer import RowGroup, read_footer
 
 _MAGIC = b"PAR1"
-_FOOTER_BYTES, _FOOTER_SHARE, _MOST_FOOTER_BYTES = 1 << 18, 32, 1 << 24
+_FOOTER_BYTES, _FOOTER_SHARE, _MOST_FOOTER_BYTES = 1 << 19, 32, 1 << 24
 """A footer has at most so many bytes and this part of its file; ours have less than a 200th. No
 footer has more than the last, which a part of some 300 GB would."""
 

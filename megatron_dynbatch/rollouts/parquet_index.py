@@ -15,9 +15,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.columns import CELLS, INDEX_COLUMNS, INDEX_TYPES, PLACE_COLUMNS
 from megatron_dynbatch.rollouts.errors import RolloutDataError
-from megatron_dynbatch.rollouts.index import SampleIndex
+from megatron_dynbatch.rollouts.index import SampleIndex, is_row
 from megatron_dynbatch.rollouts.limits import MAX_SAMPLE_TOKENS
 from megatron_dynbatch.rollouts.parquet_file import OpenFile, Stored, check_types, open_parquet
 from megatron_dynbatch.rollouts.parquet_pages import check_pages
@@ -85,9 +86,9 @@ class Places:
         places: dict[int, dict[int, int]] = {}
         size = len(self.parts)
         for row in rows:
-            if not 0 <= row < size:
+            if not is_row(row, size):
                 raise RolloutDataError(
-                    f"{self.source}: no row {row}; the batch has rows 0 to {size - 1}"
+                    f"{self.source}: no row {short(row)}; the batch has rows 0 to {size - 1}"
                 )
             places.setdefault(int(self.parts[row]), {})[row] = int(self.positions[row])
         return places

@@ -42,6 +42,7 @@ from megatron_dynbatch.rollouts.columns import (
     required_cells,
 )
 from megatron_dynbatch.rollouts.errors import RolloutDataError
+from megatron_dynbatch.rollouts.index import is_row
 from megatron_dynbatch.rollouts.sample import PER_TOKEN_FIELDS, Sample
 
 ROW_GROUP_ROWS = 4096
@@ -74,8 +75,7 @@ class Parts:
         places = np.full((num_samples, 2), -1, np.int32)
         for number, rows in enumerate(asked):
             for position, row in enumerate(rows):
-                is_row = isinstance(row, (int, np.integer)) and 0 <= row < num_samples
-                if not is_row or places[row, 0] >= 0:
+                if not is_row(row, num_samples) or places[row, 0] >= 0:
                     raise RolloutDataError(
                         f"part {number} of the batch: row {short(row)} is not one of the "
                         f"{num_samples} rows, or is in two places"

@@ -364,6 +364,9 @@ STORAGE: dict[str, BadInput] = {
     "a key that is half a character": lambda path: RolloutQueue("q").write([good()], key="\ud800"),
     "a note that is no text": lambda path: written(path / "r").publish("n", b""),  # type: ignore[arg-type]
     "a note name of 300 letters": lambda path: written(path / "r").publish("n" * 300, ""),
+    "more blobs than a batch has columns": lambda path: written(
+        path / "r", good(blobs={f"b{n}": b"" for n in range(1025)})
+    ),
     "an empty key": lambda path: RolloutDirectory(path / "r").write([good()], key=""),
     "a note with a path as its name": lambda path: written(path / "r").publish("../note", ""),
     "a plan that is no text": damaged("plan.json", b"\xff"),

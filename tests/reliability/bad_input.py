@@ -95,6 +95,10 @@ PLANS: dict[str, BadInput] = {
         ([], [], []),
         *_ONE_SAMPLE,  # type: ignore[arg-type]
     ),
+    "a number in the place of a partition": lambda path: Plan.from_schedule(
+        ([0], [[[0]]], [1], [1]),
+        *_ONE_SAMPLE,  # type: ignore[arg-type]
+    ),
     "a plan with a row of 1.5": _plan(
         lambda values: values["steps"][0]["micro_batches"][0].append([1.5])
     ),

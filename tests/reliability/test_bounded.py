@@ -171,3 +171,13 @@ def test_rows_of_a_batch_and_tokens_of_a_sample_have_a_last_number() -> None:
         Sample([1], MAX_TOKENS + 1)
     with pytest.raises(RolloutDataError, match="row 0, loss_mask: response and mask have 16777216"):
         RolloutBatch([Sample([1], MAX_TOKENS)])
+
+
+def test_a_batch_of_as_many_columns_as_there_may_be_is_read_again(tmp_path: Path) -> None:
+    """Under the longest names: the footer that is believed has room for them."""
+    blobs = {f"{n:b}".rjust(11, "_").ljust(100, "x"): b"png" for n in range(1024)}
+    directory = RolloutDirectory(tmp_path / "rollouts")
+    directory.write([Sample([1, 2], 1, blobs=blobs)])
+    assert directory.read(0, [0])[0].blobs == blobs
+    with pytest.raises(RolloutDataError, match="1025 optional fields"):
+        directory.write([Sample([1, 2], 1, blobs={**blobs, "one": b""})])
