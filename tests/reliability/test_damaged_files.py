@@ -12,7 +12,7 @@ import pytest
 from tests.pool import ROOT
 
 COUNT = 20_000 if os.environ.get("FUZZ") == "full" else 500
-FEW = 25
+FEW = 8
 
 
 @pytest.mark.parametrize(
