@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help install test test-slow lint demo docs parity test-versions test-stock gpu-check bench-plan anneal \
-  report-check package-check plan-solver plan-versions fuzz kills memory soak clean
+  report-check package-check audit plan-solver plan-versions fuzz kills memory soak clean
 
 # Other releases that the tests train with; each lies in a folder of its own, torch is shared.
 OTHER_MEGATRONS := $(addprefix $(VENV)/megatron-core-,0.17.1 0.18.2)
@@ -40,9 +40,9 @@ test-stock: $(INSTALLED)  ## MEGATRON_LM=DIR: Megatron-LM's own pretrain_gpt.py 
 	@test -n "$(MEGATRON_LM)" || { echo "give MEGATRON_LM=DIR, a Megatron-LM checkout" >&2; exit 2; }
 	$(BIN)/python -m tests.stock.run "$(MEGATRON_LM)"
 
-fuzz: $(INSTALLED)  ## 10 000 random plans, 1 000 batches, 20 000 damaged files (half an hour)
+fuzz: $(INSTALLED)  ## 10 000 plans, 1 000 batches, 20 000 damaged files, 240 000 calls with junk (an hour)
 	FUZZ=full $(PYTEST) --timeout 7200 tests/reliability/test_fuzz.py \
-	  tests/reliability/test_damaged_files.py
+	  tests/reliability/test_damaged_files.py tests/reliability/test_junk.py
 
 kills: $(INSTALLED)  ## kill -9 at 20 random points of a training, and restarts
 	KILLS=full $(PYTEST) --timeout 1800 tests/reliability/test_kills.py
@@ -74,6 +74,16 @@ report-check: $(INSTALLED)  ## RUN=DIR: the report page in headless Chromium at 
 
 package-check: $(INSTALLED)  ## DIST=DIR: sdist and wheel; the wheel in new environments
 	$(BIN)/python -m tests.package.check $(DIST)
+
+AUDITOR := $(VENV)/auditor
+
+audit: $(AUDITOR)  ## known vulnerabilities of all that is installed; fails where it could not ask
+	$(BIN)/python -m tests.package.audit $(AUDITOR)/bin/python
+
+$(AUDITOR): | $(INSTALLED)
+	$(BIN)/python -m venv $@.part
+	$@.part/bin/python -m pip install --quiet --disable-pip-version-check 'pip-audit>=2.10'
+	mv $@.part $@
 
 PEERS := runs/peers
 

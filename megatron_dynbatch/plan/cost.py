@@ -11,9 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dynbatch.plan.errors import PlanError
+from megatron_dynbatch.rollouts.checked_paths import short
 
 # Sums of a million integer costs stay far below 2**63 with a largest cost of 2**40.
 LARGEST_INTEGER_COST = 1 << 40
+# Costs stay finite in float64 with lengths of any sample squared.
+LARGEST_COEFFICIENT = 1e200
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,14 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "gamma", "window_beta", "window"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise PlanError(f"cost model: {name} must be finite and >= 0, got {value!r}")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= LARGEST_COEFFICIENT:
+                raise PlanError(
+                    f"cost model: {name} must be finite and >= 0, got {short(value)}; at most "
+                    f"{LARGEST_COEFFICIENT:g}"
+                )
+        if not isinstance(self.function, str | None):
+            raise PlanError(f"cost model: function {short(self.function)} is no import path")
         if self.window_beta and not self.window:
             raise PlanError("cost model: window_beta needs a window")
         if not (self.alpha or self.beta or self.window_beta or self.function):

@@ -20,6 +20,7 @@ from megatron_dynbatch.plan.planner import make_plan
 from megatron_dynbatch.plan.splitters import SPLITTERS
 from megatron_dynbatch.plan.types import INDEX_FIELDS, NOT_A_PLAN, Plan
 from megatron_dynbatch.rollouts import RolloutSource, RolloutTransport, Sample, SampleIndex
+from megatron_dynbatch.rollouts.strict_json import parse_json
 
 LAYOUT_NOTE = "layout"
 
@@ -40,7 +41,7 @@ def read_layout(source: RolloutSource) -> tuple[ParallelLayout, PlanOptions] | N
     if text is None:
         return None
     try:
-        values = json.loads(text)
+        values = parse_json(text)
         layout, options = values["layout"], values["options"]
         return ParallelLayout(**layout), PlanOptions.from_dict(options)
     except NOT_A_PLAN as error:

@@ -10,8 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dynbatch.plan.errors import PlanError
+from megatron_dynbatch.rollouts.checked_paths import short
 
 FP8_TOKEN_MULTIPLE = {None: 1, "fp8": 16, "mxfp8": 32}
+
+MAX_SIZE = 1 << 16
+"""Ranks of a layout, and micro-batches of its smallest step; more is taken for damage."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,21 @@ class ParallelLayout:
     fp8: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dp", "cp", "tp", "pp", "vpp", "ep"):
-            value = getattr(self, name)
+        sizes = {name: getattr(self, name) for name in ("dp", "cp", "tp", "pp", "vpp", "ep")}
+        if self.vpp_group is not None:
+            sizes["vpp_group"] = self.vpp_group
+        for name, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PlanError(f"layout: {name} must be a positive int, got {value!r}")
-        if self.fp8 not in FP8_TOKEN_MULTIPLE:
-            raise PlanError(f"layout: fp8 must be None, 'fp8' or 'mxfp8', got {self.fp8!r}")
+                raise PlanError(f"layout: {name} must be a positive int, got {short(value)}")
+        largest = max(self.dp * self.group, self.cp * self.tp * self.pp * self.vpp, self.ep)
+        if largest > MAX_SIZE:
+            raise PlanError(
+                f"layout: {short(sizes)} is more than {MAX_SIZE} ranks or micro-batches"
+            )
+        if not isinstance(self.sequence_parallel, bool):
+            raise PlanError(f"layout: sequence_parallel is {short(self.sequence_parallel)}")
+        if self.fp8 not in tuple(FP8_TOKEN_MULTIPLE):
+            raise PlanError(f"layout: fp8 must be None, 'fp8' or 'mxfp8', got {short(self.fp8)}")
         if self.vpp > 1 and self.pp == 1:
             raise PlanError(f"layout: vpp={self.vpp} needs pp > 1")
         if self.vpp_group is not None and self.vpp_group < self.pp:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_dynbatch.plan.cost import CostModel
 from megatron_dynbatch.plan.errors import PlanError
 from megatron_dynbatch.plan.layout import ParallelLayout
+from megatron_dynbatch.rollouts.checked_paths import short
 
 LOSS_REDUCTIONS = ("rollout", "sample", "token", "group", "constant")
 LEFTOVER_POLICIES = ("partial", "even", "carry", "drop")
@@ -72,6 +73,9 @@ class PlanOptions:
         _check_choice("empty_rollouts", self.empty_rollouts, EMPTY_ROLLOUT_POLICIES)
         _check_choice("order", self.order, ORDERS)
         _check_choice("oversize", self.oversize, OVERSIZE_POLICIES)
+        for name in ("fixed_width", "step_splitter"):
+            if type(getattr(self, name)) is not (bool if name == "fixed_width" else str):
+                raise PlanError(f"plan options: {name} is {short(getattr(self, name))}")
         if (self.max_tokens_per_gpu is None) == (self.micro_batch_size is None):
             raise PlanError(
                 "plan options: give exactly one of max_tokens_per_gpu (dynamic micro-batches) "
@@ -96,13 +100,15 @@ class PlanOptions:
         if needs_constant != (self.loss_constant is not None):
             raise PlanError(
                 "plan options: loss_constant goes with loss_reduction 'constant' and only with "
-                f"it, got {self.loss_constant} with {self.loss_reduction!r}"
+                f"it, got {short(self.loss_constant)} with {self.loss_reduction!r}"
             )
-        if self.loss_constant is not None and not (
-            math.isfinite(self.loss_constant) and self.loss_constant > 0
-        ):
+        constant = self.loss_constant
+        if constant is None:
+            return
+        is_number = isinstance(constant, (int, float)) and not isinstance(constant, bool)
+        if not is_number or not 0 < constant <= sys.float_info.max:
             raise PlanError(
-                f"plan options: loss_constant must be finite and > 0, got {self.loss_constant}"
+                f"plan options: loss_constant must be finite and > 0, got {short(constant)}"
             )
 
     def capacity(self, layout: ParallelLayout) -> int | None:
@@ -162,10 +168,14 @@ class PlanOptions:
 def _check_positive(name: str, value: int | None) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"plan options: {name} must be a positive int, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 40:
+        raise PlanError(
+            f"plan options: {name} must be a positive int below 2^40, got {short(value)}"
+        )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise PlanError(f"plan options: {name} must be one of {', '.join(choices)}, got {value!r}")
+        raise PlanError(
+            f"plan options: {name} must be one of {', '.join(choices)}, got {short(value)}"
+        )

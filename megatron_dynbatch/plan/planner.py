@@ -16,6 +16,9 @@ from megatron_dynbatch.plan.splitters import split_steps
 from megatron_dynbatch.plan.types import Plan, StepPlan
 from megatron_dynbatch.rollouts.index import SampleIndex
 
+MAX_MICRO_BATCHES = 1 << 24
+"""Steps of a plan times its data-parallel ranks; each has a micro-batch at least."""
+
 
 def make_plan(
     index: SampleIndex, layout: ParallelLayout, options: PlanOptions, last: bool = False
@@ -45,8 +48,14 @@ def make_plan(
     if options.oversize == "drop":
         is_kept[oversize] = False
     steps: list[StepPlan] = []
+    step_rows = list(_step_rows(index, np.flatnonzero(is_kept), steps_options))
+    if len(step_rows) * layout.dp > MAX_MICRO_BATCHES:
+        raise PlanError(
+            f"{len(step_rows)} steps on dp={layout.dp} ranks have more than {MAX_MICRO_BATCHES} "
+            "micro-batches; take more rollouts per step, or divide the batch"
+        )
     is_planned = np.zeros(len(index), dtype=bool)
-    for rows, num_rollouts in _step_rows(index, np.flatnonzero(is_kept), steps_options):
+    for rows, num_rollouts in step_rows:
         steps.append(_plan_step(index, rows, num_rollouts, layout, options))
         is_planned[rows] = True
     is_carried = is_kept & ~is_planned & (steps_options.leftover == "carry")

@@ -14,6 +14,7 @@ from megatron_dynbatch.plan.layout import ParallelLayout
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.planner import make_plan, oversize_rows
 from megatron_dynbatch.plan.types import Plan, StepPlan
+from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.index import SampleIndex
 
 
@@ -63,12 +64,12 @@ def build_dp_schedule(
             f"{num_samples} total_lengths but {len(rollout_indices)} rollout_indices: every "
             "sample needs one of each"
         )
-    lengths = np.asarray(total_lengths, dtype=np.int64)
+    lengths = np.asarray(total_lengths)
     index = SampleIndex(
         total_lengths=lengths,
         response_lengths=lengths,
         mask_sums=lengths,
-        rollout_ids=np.array([-1 if i is None else i for i in rollout_indices], dtype=np.int64),
+        rollout_ids=np.array([-1 if i is None else i for i in rollout_indices]),
         group_ids=np.full(num_samples, -1, dtype=np.int64),
     )
     if global_batch_size is not None:
@@ -110,6 +111,7 @@ def plan_from_schedule(
         PlanError: The lists do not fit together, or the plan breaks a guarantee.
     """
     index.check("batch of the schedule")
+    _check_types(schedule, len(index))
     _check_schedule(Schedule(*schedule), layout)
     partitions, micro_batch_indices, num_microbatches, global_batch_sizes = schedule
     steps: list[StepPlan] = []
@@ -150,6 +152,31 @@ def plan_from_schedule(
     )
     plan.check()
     return plan
+
+
+def _check_types(schedule: Schedule, num_samples: int) -> None:
+    """Four lists of (lists of…) integers that can be rows and counts."""
+    if not isinstance(schedule, (list, tuple)) or len(schedule) != 4:
+        raise PlanError(f"schedule: four lists are expected, not {short(schedule)}")
+    partitions, micro_batch_indices, num_microbatches, global_batch_sizes = schedule
+    _check_ints("partitions", partitions, 2, num_samples)
+    _check_ints("micro_batch_indices", micro_batch_indices, 3, num_samples)
+    _check_ints("num_microbatches", num_microbatches, 1, 1 << 40)
+    _check_ints("global_batch_sizes", global_batch_sizes, 1, num_samples + 1)
+
+
+def _check_ints(name: str, values: object, depth: int, end: int) -> None:
+    """Lists in lists, so deep, of integers below an end."""
+    if depth == 0:
+        if type(values) is not int or not 0 <= values < end:
+            raise PlanError(
+                f"schedule: {name} has {short(values)}; give integers from 0 to {end - 1}"
+            )
+    elif not isinstance(values, (list, tuple)):
+        raise PlanError(f"schedule: {name} has {short(values)}; give lists of integers")
+    else:
+        for value in values:
+            _check_ints(name, value, depth - 1, end)
 
 
 def _check_schedule(schedule: Schedule, layout: ParallelLayout) -> None:

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from megatron_dynbatch.plan.errors import PlanError
 from megatron_dynbatch.plan.layout import ParallelLayout
 from megatron_dynbatch.plan.options import PlanOptions
+from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.index import SampleIndex
+from megatron_dynbatch.rollouts.strict_json import parse_json
 
 if TYPE_CHECKING:
     from megatron_dynbatch.plan.schedule import Schedule
@@ -135,7 +137,7 @@ class Plan:
             PlanError: The text is not such JSON, or of another format version.
         """
         try:
-            values = json.loads(text)
+            values = parse_json(text)
             if values["version"] != FORMAT_VERSION:
                 raise PlanError(
                     f"plan: format version {values['version']!r}, this package reads "
@@ -176,26 +178,37 @@ def step_values(step: StepPlan) -> dict[str, Any]:
 def _fields_from_json(values: dict[str, Any]) -> dict[str, Any]:
     options = PlanOptions.from_dict(values["options"])
     denom_type = np.float64 if options.loss_reduction == "constant" else np.int64
-    steps = tuple(
-        StepPlan(
-            micro_batches=tuple(
-                tuple(tuple(rows) for rows in rank) for rank in step["micro_batches"]
-            ),
-            step_global_batch_size=step["step_global_batch_size"],
-            loss_denominator=step["loss_denominator"],
-            num_trained_tokens=step["num_trained_tokens"],
-        )
-        for step in values["steps"]
-    )
+    steps = tuple(_step_from_json(step) for step in values["steps"])
+    index = SampleIndex(**{name: np.array(_ints(values["index"][name])) for name in INDEX_FIELDS})
+    index.check("its index")
+    denominators = values["sample_denoms"]
+    if denom_type is np.int64:
+        _ints(denominators)
     return {
         "layout": ParallelLayout(**values["layout"]),
         "options": options,
-        "index": SampleIndex(
-            **{name: np.array(values["index"][name], dtype=np.int64) for name in INDEX_FIELDS}
-        ),
+        "index": index,
         "steps": steps,
-        "sample_denoms": np.array(values["sample_denoms"], dtype=denom_type),
-        "carried": tuple(values["carried"]),
-        "dropped": tuple(values["dropped"]),
-        "oversize": tuple(values["oversize"]),
+        "sample_denoms": np.array(denominators, dtype=denom_type),
+        **{name: tuple(_ints(values[name])) for name in ("carried", "dropped", "oversize")},
     }
+
+
+def _step_from_json(step: dict[str, Any]) -> StepPlan:
+    counts = ("step_global_batch_size", "loss_denominator", "num_trained_tokens")
+    _ints([step[name] for name in counts])
+    return StepPlan(
+        micro_batches=tuple(
+            tuple(tuple(_ints(rows)) for rows in rank) for rank in step["micro_batches"]
+        ),
+        **{name: step[name] for name in counts},
+    )
+
+
+def _ints(values: Any) -> list[int]:
+    """`values`, if they are integers of 64 bits; NumPy would cut 1.5 to 1."""
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
+        raise ValueError(f"{short(values)} is no list of integers")
+    if values and not -(1 << 63) <= min(values) <= max(values) < 1 << 63:
+        raise ValueError("an integer does not fit in 64 bits")
+    return values

@@ -1,8 +1,11 @@
 """A batch of rollouts: validated samples and their index."""
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
+from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import SampleIndex
+from megatron_dynbatch.rollouts.limits import MAX_BATCH_ROWS
 from megatron_dynbatch.rollouts.sample import Sample
 from megatron_dynbatch.rollouts.validation import validate_samples
 
@@ -30,9 +33,18 @@ class RolloutBatch:
             where: Named at the start of an error.
 
         Raises:
-            RolloutDataError: See `validate_samples`.
+            RolloutDataError: See `validate_samples`; or there are more than `MAX_BATCH_ROWS`.
         """
-        self.samples = tuple(samples)
+        try:
+            self.samples = tuple(islice(samples, MAX_BATCH_ROWS + 1))
+        except TypeError as error:
+            raise RolloutDataError(
+                f"{where}: a {type(samples).__name__} was given; give a list of samples"
+            ) from error
+        if len(self.samples) > MAX_BATCH_ROWS:
+            raise RolloutDataError(
+                f"{where}: more than {MAX_BATCH_ROWS} samples; divide them into several batches"
+            )
         validate_samples(self.samples, vocab_size=vocab_size, where=where)
         self.index = SampleIndex.from_samples(self.samples)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
+from megatron_dynbatch.rollouts.checked_paths import own_text
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.files import (
     make_folder,
@@ -15,7 +16,6 @@ from megatron_dynbatch.rollouts.files import (
     new_file,
     remove_folder,
     sync,
-    text_of,
     write_text,
 )
 from megatron_dynbatch.rollouts.hidden import held, hidden_name
@@ -23,7 +23,7 @@ from megatron_dynbatch.rollouts.leftovers import sweep
 from megatron_dynbatch.rollouts.manifest import write_manifest
 from megatron_dynbatch.rollouts.marker import DirectoryMarker
 from megatron_dynbatch.rollouts.parquet_write import Parts, write_index, write_part
-from megatron_dynbatch.rollouts.slots import END, INDEX, KEY, NOTES, PLAN, Slots
+from megatron_dynbatch.rollouts.slots import END, INDEX, KEY, PLAN, Slots
 
 _ATTEMPTS = 5  # a folder is taken away by somebody who cleans up, which happens once in a while
 
@@ -128,7 +128,7 @@ class BatchWriter:
             return batch_id
 
     def _note_key(self, number: int) -> None:
-        key = text_of(self._slots.folder(number) / KEY)
+        key = own_text(self._slots.path, self._slots.folder(number).name, KEY)
         if key is not None:
             self._keys.setdefault(key, number)
         self._num_keys_read = number + 1
@@ -137,6 +137,4 @@ class BatchWriter:
         """Cleans up after whoever wrote here before, by the time at which `slot` was made."""
         if not self._is_swept:
             self._is_swept = True
-            now = slot.stat().st_mtime
-            sweep(self._slots.path, now)
-            sweep(self._slots.path / NOTES, now)
+            sweep(self._slots.path, slot.stat().st_mtime)

@@ -8,7 +8,6 @@ the user's own). The index also tells for each optional column of the parts whic
 
 from __future__ import annotations
 
-import io
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from megatron_dynbatch.rollouts.errors import RolloutDataError
+from megatron_dynbatch.rollouts.limits import MAX_COLUMNS
+from megatron_dynbatch.rollouts.npy import array_of_npy, npy_bytes
 from megatron_dynbatch.rollouts.sample import EXTRA_KINDS, PER_TOKEN_FIELDS, Sample
 
 LENGTHS: dict[str, Callable[[Sample], int]] = {
@@ -88,14 +89,23 @@ def optional_cells(sample: Sample) -> dict[str, Any]:
         **{name: getattr(sample, name) for name in PER_TOKEN_FIELDS},
     }
     for kind in ("token_arrays", "response_arrays"):
-        cells |= {f"{kind}/{name}": _npy(a) for name, a in getattr(sample, kind).items()}
+        cells |= {f"{kind}/{name}": npy_bytes(a) for name, a in getattr(sample, kind).items()}
     cells |= {f"blobs/{name}": blob for name, blob in sample.blobs.items()}
     return {name: cell for name, cell in cells.items() if cell is not None}
 
 
 def optional_names(cells: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Optional columns that some row has a cell in, in the order in which parts store them."""
+    """Optional columns that some row has a cell in, in the order in which parts store them.
+
+    Raises:
+        RolloutDataError: They are more than `MAX_COLUMNS`.
+    """
     present = {name for row in cells for name in row}
+    if len(present) > MAX_COLUMNS:
+        raise RolloutDataError(
+            f"samples: {len(present)} optional fields, arrays and blobs by name; a batch has at "
+            f"most {MAX_COLUMNS}"
+        )
     own = [name for name in OPTIONAL_TYPES if name in present]
     return own + sorted(name for name in present if is_extra(name))
 
@@ -130,7 +140,7 @@ def sample_from_cells(cells: dict[str, Any]) -> Sample:
     for column in [name for name in cells if is_extra(name)]:
         kind, _, name = column.partition("/")
         cell = cells.pop(column)
-        extras[kind][name] = cell if kind == "blobs" else _array_of(cell)
+        extras[kind][name] = bytes(cell) if kind == "blobs" else array_of_npy(cell)
     return Sample(**cells, **extras)
 
 
@@ -165,17 +175,6 @@ def columns_of(cells: Iterable[dict[str, Any]], names: Iterable[str]) -> dict[st
     """Cells of each sample, by column; None where a sample has none."""
     rows = list(cells)
     return {name: [row.get(name) for row in rows] for name in names}
-
-
-def _npy(array: NDArray[Any]) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=False)
-    return buffer.getvalue()
-
-
-def _array_of(npy: bytes) -> NDArray[Any]:
-    """The array of an .npy file; never an object array, which would be a pickle."""
-    return np.load(io.BytesIO(npy), allow_pickle=False)
 
 
 def _arrow_column(cells: Sequence[Any], arrow_type: Any) -> Any:

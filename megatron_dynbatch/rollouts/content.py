@@ -26,8 +26,9 @@ from megatron_dynbatch.rollouts.columns import (
     required_cells,
 )
 from megatron_dynbatch.rollouts.errors import RolloutDataError
-from megatron_dynbatch.rollouts.parquet_read import Stored, read_places
-from megatron_dynbatch.rollouts.parquet_read import _open as open_stored
+from megatron_dynbatch.rollouts.parquet_file import Stored, open_parquet
+from megatron_dynbatch.rollouts.parquet_index import read_places
+from megatron_dynbatch.rollouts.parquet_rows import check_layout
 from megatron_dynbatch.rollouts.sample import Sample
 
 _KIND = "rows:"
@@ -58,8 +59,8 @@ def stored_content(index: Stored) -> str | None:
         FileNotFoundError: There is no such file.
         RolloutDataError: The file is damaged.
     """
-    with open_stored(index) as (_, file):
-        found = (file.metadata.metadata or {}).get(CONTENT_KEY.encode())
+    with open_parquet(index) as file:
+        found = (file.parquet.metadata.metadata or {}).get(CONTENT_KEY.encode())
     return None if found is None else found.decode("ascii", "replace")
 
 
@@ -82,9 +83,10 @@ def content_of_files(index: Stored, part: Callable[[int], Stored]) -> str:
         source = part(number)
         rows = np.flatnonzero(places.parts == number)
         rows = rows[np.argsort(places.positions[rows])]
-        with open_stored(source) as (_, file):
-            there = [name for name in file.schema_arrow.names if name not in CHECKSUMS]
-            table = file.read(columns=list(CHECKSUMS), use_threads=False)
+        with open_parquet(source) as file:
+            there = [n for n in file.parquet.schema_arrow.names if n not in CHECKSUMS]
+            check_layout(source, file.row_groups, CHECKSUMS)
+            table = file.parquet.read(columns=list(CHECKSUMS), use_threads=False)
         own = [name for name in there if name not in REQUIRED_TYPES]
         if len(table) != len(rows) or not set(own) <= set(names):
             raise _other_batch(source)

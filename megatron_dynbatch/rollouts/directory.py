@@ -22,24 +22,28 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
 from megatron_dynbatch.rollouts.batch_writer import BatchWriter, part_name
+from megatron_dynbatch.rollouts.checked_paths import (
+    check_text,
+    checked_path,
+    own_file,
+    own_folder,
+    own_text,
+)
 from megatron_dynbatch.rollouts.content import content_of_files, stored_content
 from megatron_dynbatch.rollouts.errors import RolloutDataError
-from megatron_dynbatch.rollouts.files import make_folder, replace_text, text_of
+from megatron_dynbatch.rollouts.files import make_folder, replace_text
 from megatron_dynbatch.rollouts.index import SampleIndex
 from megatron_dynbatch.rollouts.manifest import read_manifest
 from megatron_dynbatch.rollouts.marker import FORMAT_VERSION, DirectoryMarker
-from megatron_dynbatch.rollouts.parquet_read import (
-    Stored,
-    check_fields,
-    read_index,
-    read_part,
-    read_places,
-)
+from megatron_dynbatch.rollouts.parquet_file import Stored
+from megatron_dynbatch.rollouts.parquet_index import read_index, read_places
+from megatron_dynbatch.rollouts.parquet_read import check_fields, read_part
 from megatron_dynbatch.rollouts.parquet_write import Parts
 from megatron_dynbatch.rollouts.retention import Retention
 from megatron_dynbatch.rollouts.sample import Sample
@@ -72,7 +76,7 @@ class RolloutDirectory:
                 again: a shared file system may show a directory before what is in it, and one
                 batch before another.
         """
-        self.path = Path(path)
+        self.path = checked_path(path)
         self._vocab_size = vocab_size
         self._open_timeout = open_timeout
         self._marker = DirectoryMarker(self.path, BATCH_NAME, open_timeout)
@@ -110,6 +114,8 @@ class RolloutDirectory:
         """
         batch = RolloutBatch(samples, vocab_size=self._vocab_size)
         division = Parts.of(len(batch), parts)
+        if plan_json is not None:
+            check_text("the plan of the batch", plan_json)
         if key is not None and (found := self._writer.batch_of_key(check_key(key))) is not None:
             return found
         return self._writer.write(batch, division, plan_json, key)
@@ -192,7 +198,7 @@ class RolloutDirectory:
             def read(
                 file: Stored, positions: Any = positions, cells: Any = cells
             ) -> dict[int, Sample]:
-                return read_part([file], positions, fields, self._vocab_size, cells)
+                return read_part([file], positions, cells, fields, self._vocab_size)
 
             samples |= self._read(batch_id, part_name(part), read)
         return [samples[row] for row in rows]
@@ -241,8 +247,8 @@ class RolloutDirectory:
             RolloutDataError: No such batch, or the text is not UTF-8.
         """
         path = self._slots.folder(batch_id)
-        self._when_visible(path / INDEX, (path / INDEX).stat)
-        return text_of(path / PLAN)
+        self._when_visible(path / INDEX, lambda: own_file(self.path, path.name, INDEX))
+        return own_text(self.path, path.name, PLAN)
 
     def read_parts(self, batch_id: int) -> tuple[list[Sample], list[list[int]]]:
         """All samples of a batch in row order, and the rows of each of its parts in order."""
@@ -268,10 +274,12 @@ class RolloutDirectory:
     def publish(self, name: str, text: str) -> None:
         """Leaves a note for the other side, in the place of an older one of that name."""
         check_note_name(name)
+        check_text(f"note {name!r}", text)
         if not self._marker.is_there():
             self._marker.create()
-        make_folder(self.path / NOTES, "notes", exist_ok=True)
-        replace_text(self.path / NOTES / name, text, "note")
+        with suppress(FileExistsError):
+            make_folder(self.path / NOTES, "notes")
+        replace_text(own_folder(self.path, NOTES) / name, text, "note")
 
     def published(self, name: str) -> str | None:
         """The latest note of that name, or None.
@@ -281,14 +289,14 @@ class RolloutDirectory:
                 not UTF-8.
         """
         check_note_name(name)
-        return text_of(self.path / NOTES / name) if self._marker.is_there() else None
+        return own_text(self.path, NOTES, name) if self._marker.is_there() else None
 
     def _read[T](self, batch_id: int, name: str, read: Callable[[Stored], T]) -> T:
         """What `read` makes of a file of a batch, once it is visible."""
         batch = self._slots.folder(batch_id)
 
         def check_and_read() -> T:
-            (batch / name).stat()
+            own_file(self.path, batch.name, name)
             return read(read_manifest(batch).checked(batch / name))
 
         return self._when_visible(batch / name, check_and_read)

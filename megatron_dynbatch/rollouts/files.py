@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO
 
 from megatron_dynbatch import failpoints
-from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.hidden import hidden_name, lock
 
 
@@ -26,20 +25,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def text_of(path: Path) -> str | None:
-    """What a text file says, None if there is none.
-
-    Raises:
-        RolloutDataError: It is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError as error:
-        raise RolloutDataError(f"{path}: not UTF-8 text ({error})") from error
 
 
 @contextmanager

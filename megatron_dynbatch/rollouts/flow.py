@@ -6,11 +6,14 @@ So generation runs ahead of training only as far as the user allows.
 from __future__ import annotations
 
 import json
+import re
 import time
 
 from megatron_dynbatch.errors import DynbatchError
+from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.source import RolloutSource
+from megatron_dynbatch.rollouts.strict_json import parse_json
 
 PROGRESS_NOTE = "progress"
 WEIGHTS_NOTE = "weights"
@@ -33,10 +36,11 @@ def training_batch(source: RolloutSource) -> int:
         RolloutDataError: The note is no number.
     """
     text = source.published(PROGRESS_NOTE)
-    try:
-        return 0 if text is None else int(text)
-    except ValueError as error:
-        raise RolloutDataError(f"{source}: progress note {text!r} is no batch number") from error
+    if text is None:
+        return 0
+    if not re.fullmatch(r"\s*[0-9]{1,18}\s*", text):
+        raise RolloutDataError(f"{source}: progress note {short(text)} is no batch number")
+    return int(text)
 
 
 def wait_for_room(
@@ -88,10 +92,13 @@ def published_weights(source: RolloutSource) -> tuple[int, str] | None:
     if text is None:
         return None
     try:
-        values = json.loads(text)
-        return int(values["version"]), str(values["where"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RolloutDataError(f"{source}: weights note {text!r} cannot be read") from error
+        values = parse_json(text)
+        version, where = values["version"], values["where"]
+        if type(version) is not int or not 0 <= version < 1 << 63 or not isinstance(where, str):
+            raise ValueError("no version and place")
+        return version, where
+    except (ValueError, KeyError, TypeError) as error:
+        raise RolloutDataError(f"{source}: weights note {short(text)} cannot be read") from error
 
 
 def wait_for_weights(

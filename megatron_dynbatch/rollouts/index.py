@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_dynbatch.rollouts.errors import RolloutDataError
+from megatron_dynbatch.rollouts.limits import MAX_BATCH_ROWS, MAX_SAMPLE_TOKENS
 from megatron_dynbatch.rollouts.sample import Sample
 
 
@@ -42,9 +43,9 @@ class SampleIndex:
     policy_versions: NDArray[np.int64] = ()  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if len(self.policy_versions) == 0:
-            unknown = np.full(len(self.total_lengths), -1, np.int64)
-            object.__setattr__(self, "policy_versions", unknown)
+        if isinstance(self.policy_versions, tuple) and not self.policy_versions:
+            size = len(_int64_column("total_lengths", self.total_lengths))
+            object.__setattr__(self, "policy_versions", np.full(size, -1, np.int64))
         for field in fields(self):
             column = _int64_column(field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, column)
@@ -95,7 +96,7 @@ class SampleIndex:
         return int(self.group_indices.max(initial=-1)) + 1
 
     def take(self, rows: ArrayLike) -> Self:
-        """The index of these rows, in this order."""
+        """The index of these rows, in this order; they must be rows of it."""
         picked = np.asarray(rows, np.int64)
         return type(self)(*(getattr(self, field.name)[picked] for field in fields(self)))
 
@@ -134,16 +135,25 @@ class SampleIndex:
             where: Named at the start of the error, a file for example.
 
         Raises:
-            RolloutDataError: No rows; or rows without tokens, with a response longer than the
-                sample, with more trained tokens than response tokens, with an id below −1, or
-                with another group than their rollout's first sample; rows and ids are named.
+            RolloutDataError: No rows, or more than `MAX_BATCH_ROWS`; or rows without tokens, longer
+                than `MAX_SAMPLE_TOKENS`, with a response longer than the sample, with more trained
+                tokens than response tokens, with an id below −1, or with another group than their
+                rollout's first sample; rows and ids are named.
         """
         if len(self) == 0:
             raise RolloutDataError(f"{where}: no rollouts; give at least one sample")
+        if len(self) > MAX_BATCH_ROWS:
+            raise RolloutDataError(
+                f"{where}: {len(self)} rows; a batch has at most {MAX_BATCH_ROWS}"
+            )
         first_of_rollout = np.unique(self.rollout_indices, return_index=True)[1]
         rollout_groups = self.group_ids[first_of_rollout][self.rollout_indices]
         tests = (
             (self.total_lengths < 1, "has no tokens; leave the sample out"),
+            (
+                self.total_lengths > MAX_SAMPLE_TOKENS,
+                f"has more than {MAX_SAMPLE_TOKENS} tokens",
+            ),
             (self.response_lengths < 0, "has a negative response length"),
             (self.response_lengths > self.total_lengths, "has more response tokens than tokens"),
             (self.mask_sums < 0, "has a negative number of trained tokens"),
@@ -161,13 +171,24 @@ class SampleIndex:
                 raise RolloutDataError(f"{where}: each of rows {named}{more} {what}")
 
 
+def is_row(row: object, num_rows: int) -> bool:
+    """Whether something can be the number of one of so many rows."""
+    is_integer = isinstance(row, (int, np.integer)) and not isinstance(row, bool)
+    return is_integer and 0 <= row < num_rows  # type: ignore[operator]
+
+
 def _int64_column(name: str, values: Any) -> NDArray[np.int64]:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RolloutDataError(f"{name} of a SampleIndex: {error}; give integers [S]") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise RolloutDataError(
             f"{name} of a SampleIndex has shape {array.shape} and dtype {array.dtype}; "
             "give integers [S]"
         )
+    if array.dtype == np.uint64 and array.size and int(array.max()) >= 1 << 63:
+        raise RolloutDataError(f"{name} of a SampleIndex has an entry that does not fit in 64 bits")
     column = array.astype(np.int64)
     column.setflags(write=False)
     return column

@@ -1,11 +1,13 @@
 """Import of samples from JSON lines."""
 
-import json
 import os
 from pathlib import Path
 
+from megatron_dynbatch.rollouts.checked_paths import checked_path
 from megatron_dynbatch.rollouts.errors import RolloutDataError
+from megatron_dynbatch.rollouts.limits import MAX_LINE_BYTES
 from megatron_dynbatch.rollouts.sample import OPTIONAL_FIELDS, Sample
+from megatron_dynbatch.rollouts.strict_json import parse_json
 from megatron_dynbatch.rollouts.validation import validate_samples
 
 _IDS = ("rollout_id", "group_id", "policy_version")
@@ -15,7 +17,8 @@ _KEYS = ("tokens", "response_length", "loss_mask", *_IDS, *OPTIONAL_FIELDS)
 def read_jsonl(path: str | os.PathLike[str], *, vocab_size: int | None = None) -> list[Sample]:
     """Reads one sample per line: an object whose keys are the arguments of `Sample`.
 
-    Empty lines are passed over; NaN and Infinity are read as such.
+    Empty lines are passed over; NaN and Infinity are read as such. A key that is there twice is an
+    error.
 
     Args:
         path: A UTF-8 file, `{"tokens": [5, 6, 7], "response_length": 2, "rollout_id": 0}` a line.
@@ -23,15 +26,22 @@ def read_jsonl(path: str | os.PathLike[str], *, vocab_size: int | None = None) -
 
     Raises:
         FileNotFoundError: There is no such file.
-        RolloutDataError: A line is not such an object, or `validate_samples` rejects it; file and
-            line (from 1) are named.
+        OptionError: No file can have that path.
+        RolloutDataError: A line is not such an object, has more than `MAX_LINE_BYTES`, or
+            `validate_samples` rejects it; file and line (from 1) are named.
     """
     samples: list[Sample] = []
     numbers: list[int] = []
+    path = checked_path(path)
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+        lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            if len(line) > MAX_LINE_BYTES:
+                raise RolloutDataError(
+                    f"{path}: line {number} has more than {MAX_LINE_BYTES} bytes; one sample a line"
+                )
             if line.strip():
-                samples.append(_sample(Path(path), number, line))
+                samples.append(_sample(path, number, line))
                 numbers.append(number)
     validate_samples(samples, vocab_size=vocab_size, rows=numbers, where=str(path), row_word="line")
     return samples
@@ -39,7 +49,7 @@ def read_jsonl(path: str | os.PathLike[str], *, vocab_size: int | None = None) -
 
 def _sample(path: Path, number: int, line: bytes) -> Sample:
     try:
-        record = json.loads(line)
+        record = parse_json(line, allow_non_finite=True)
         if not isinstance(record, dict):
             raise ValueError("not a JSON object")
         if unknown := sorted(set(record).difference(_KEYS)):
@@ -47,9 +57,5 @@ def _sample(path: Path, number: int, line: bytes) -> Sample:
         if "tokens" not in record:
             raise ValueError("tokens are missing")
         return Sample(**record)
-    except RecursionError as error:
-        raise RolloutDataError(
-            f"{path}: line {number}: nested too deeply; tokens and masks are flat lists"
-        ) from error
-    except (ValueError, OverflowError) as error:
+    except ValueError as error:
         raise RolloutDataError(f"{path}: line {number}: {error}") from error

@@ -21,18 +21,25 @@ from megatron_dynbatch.rollouts.hidden import (
     is_held,
     is_of_this_kernel,
 )
+from megatron_dynbatch.rollouts.slots import NOTES
 
 LEASE_SECONDS = 86400.0
 
 
-def sweep(folder: Path, now: float | None = None) -> None:
-    """Removes leftovers in a folder, and says how many in one line; never an error.
+def sweep(directory: Path, now: float | None = None) -> None:
+    """Removes leftovers of batches and notes, and says how many in a line each; never an error.
 
     Args:
-        folder: Where writers work.
+        directory: A rollout directory.
         now: The file system's time, that of something just made; None: it is not known, and only
             what was left on this machine goes.
     """
+    _sweep(directory, now)
+    if not (directory / NOTES).is_symlink():  # a link may lead to what is not ours
+        _sweep(directory / NOTES, now)
+
+
+def _sweep(folder: Path, now: float | None) -> None:
     names: list[str] = []
     with suppress(OSError):
         names = [name for name in os.listdir(folder) if name.startswith(TEMPORARY)]

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dynbatch.rollouts.checked_paths import own_json
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.files import write_text
-from megatron_dynbatch.rollouts.parquet_read import CheckedFile, Stored, footer_crc
+from megatron_dynbatch.rollouts.parquet_file import CheckedFile, Stored, footer_crc
 
 MANIFEST = "manifest.json"
 
@@ -58,10 +59,12 @@ def read_manifest(batch: Path) -> Manifest:
     """
     path = batch / MANIFEST
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = own_json(batch.parent, batch.name, MANIFEST)
         footers = {str(name): int(crc) for name, crc in values["footers"].items()}
         return Manifest(str(values["stamp"]), footers)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except RolloutDataError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RolloutDataError(
             f"{path}: not the manifest of a batch ({error!r}); it is damaged: write the batch again"
         ) from error

@@ -9,9 +9,11 @@ import time
 import uuid
 from pathlib import Path
 
+from megatron_dynbatch.rollouts.checked_paths import own_bytes
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.files import create_text, make_folder
 from megatron_dynbatch.rollouts.hidden import TEMPORARY
+from megatron_dynbatch.rollouts.strict_json import parse_json
 
 FORMAT_VERSION = 3
 
@@ -98,13 +100,15 @@ def _checked_id(path: Path) -> str:
         RolloutDataError: It is not the marker of a rollout directory of this version.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        if not text:
+        content = own_bytes(path.parent, path.name)
+        if not content:
             raise FileNotFoundError(path)
-        marker = json.loads(text)
+        marker = parse_json(content)
     except NotADirectoryError as error:
         raise RolloutDataError(f"{path.parent} is a file, not a rollout directory") from error
-    except (ValueError, RecursionError) as error:
+    except RolloutDataError:
+        raise
+    except ValueError as error:
         raise RolloutDataError(f"{path} is not valid JSON ({error})") from error
     if not isinstance(marker, dict) or marker.get("format") != _FORMAT:
         raise RolloutDataError(f"{path} does not say format {_FORMAT!r}; not a rollout directory")

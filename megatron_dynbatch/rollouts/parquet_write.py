@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.columns import (
     CELLS,
     CHECKSUMS,
@@ -41,6 +42,7 @@ from megatron_dynbatch.rollouts.columns import (
 )
 from megatron_dynbatch.rollouts.content import content_of_samples
 from megatron_dynbatch.rollouts.errors import RolloutDataError
+from megatron_dynbatch.rollouts.index import is_row
 from megatron_dynbatch.rollouts.sample import PER_TOKEN_FIELDS, Sample
 
 ROW_GROUP_ROWS = 4096
@@ -73,10 +75,10 @@ class Parts:
         places = np.full((num_samples, 2), -1, np.int32)
         for number, rows in enumerate(asked):
             for position, row in enumerate(rows):
-                if not 0 <= row < num_samples or places[row, 0] >= 0:
+                if not is_row(row, num_samples) or places[row, 0] >= 0:
                     raise RolloutDataError(
-                        f"part {number} of the batch: row {row} is not one of the {num_samples} "
-                        "rows, or is in two places"
+                        f"part {number} of the batch: row {short(row)} is not one of the "
+                        f"{num_samples} rows, or is in two places"
                     )
                 places[row] = number, position
         rest = tuple(np.flatnonzero(places[:, 0] < 0).tolist())

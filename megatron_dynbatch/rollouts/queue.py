@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
+from megatron_dynbatch.rollouts.checked_paths import check_text, short
 from megatron_dynbatch.rollouts.content import content_of_samples
 from megatron_dynbatch.rollouts.errors import RolloutDataError
-from megatron_dynbatch.rollouts.index import SampleIndex
+from megatron_dynbatch.rollouts.index import SampleIndex, is_row
 from megatron_dynbatch.rollouts.sample import Sample
 from megatron_dynbatch.rollouts.source import BatchState
 from megatron_dynbatch.rollouts.store import BatchStore, check_note_name
@@ -60,6 +61,8 @@ class RolloutQueue:
             RolloutDataError: `validate_samples` rejects the samples, or the run is finished.
         """
         batch = RolloutBatch(samples, vocab_size=self._vocab_size)
+        if plan_json is not None:
+            check_text("the plan of the batch", plan_json)
         with self._lock:
             return self._store.add((batch, plan_json), key)
 
@@ -90,10 +93,10 @@ class RolloutQueue:
     ) -> list[Sample]:
         """The samples as they were put in, with all fields."""
         batch = self._get(batch_id)[0]
-        wrong = [row for row in rows if not 0 <= row < len(batch)]
+        wrong = [n for n in rows if not is_row(n, len(batch))]
         if wrong:
             raise RolloutDataError(
-                f"{self}: no row {wrong[0]}; batch {batch_id} has {len(batch)} rows"
+                f"{self}: no row {short(wrong[0])}; batch {batch_id} has {len(batch)} rows"
             )
         return [batch[row] for row in rows]
 
@@ -121,7 +124,7 @@ class RolloutQueue:
     def publish(self, name: str, text: str) -> None:
         """See `RolloutSource.publish`."""
         check_note_name(name)
-        self._notes[name] = text
+        self._notes[name] = check_text(f"note {name!r}", text)
 
     def published(self, name: str) -> str | None:
         """See `RolloutSource.published`."""

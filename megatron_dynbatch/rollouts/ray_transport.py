@@ -12,77 +12,40 @@ refuses to go on, because batches are gone.
 
 from __future__ import annotations
 
-import io
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
+from megatron_dynbatch.rollouts.checked_paths import check_text
 from megatron_dynbatch.rollouts.content import stored_content
 from megatron_dynbatch.rollouts.directory import RolloutDirectory
+from megatron_dynbatch.rollouts.encoded_batch import (
+    EncodedBatch,
+    Located,
+    decode_batch,
+    encode_batch,
+    encode_part,
+    part_of,
+)
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import SampleIndex
-from megatron_dynbatch.rollouts.parquet_read import (
-    Blob,
-    Places,
-    check_fields,
-    read_index,
-    read_part,
-    read_places,
-)
-from megatron_dynbatch.rollouts.parquet_write import Parts, write_index, write_part
+from megatron_dynbatch.rollouts.parquet_file import Blob
+from megatron_dynbatch.rollouts.parquet_index import Places, read_index, read_places
+from megatron_dynbatch.rollouts.parquet_read import check_fields, read_part
 from megatron_dynbatch.rollouts.sample import Sample
 from megatron_dynbatch.rollouts.source import BatchState
-from megatron_dynbatch.rollouts.store import BatchStore, batch_number, check_note_name
+from megatron_dynbatch.rollouts.store import BatchStore, batch_number, check_key, check_note_name
 
 NAMESPACE = "megatron_dynbatch"
 _CALL_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
 _CUTS_KEPT = 1024  # parts made for ranks: those of the next batch for as many of them
-
-
-class EncodedBatch(NamedTuple):
-    """A batch as Parquet files in memory.
-
-    Attributes:
-        index: Of all rows.
-        parts: For each part its tokens, masks and ids, and its optional fields (None: it has none).
-        plan_json: The rollout side's plan, if any.
-    """
-
-    index: Any
-    parts: list[tuple[Any, Any | None]]
-    plan_json: str | None
-
-
-def encode_batch(
-    samples: Sequence[Sample], plan_json: str | None, parts: Sequence[Sequence[int]] | None
-) -> EncodedBatch:
-    """Encodes validated samples.
-
-    Raises:
-        ValueError: Parts that are none of these samples.
-    """
-    division = Parts.of(len(samples), parts)
-    encoded = [encode_part([samples[row] for row in rows], rows) for rows in division.rows]
-    sink = io.BytesIO()
-    write_index(sink, samples, division.places)
-    return EncodedBatch(_array(sink), encoded, plan_json)
-
-
-def encode_part(samples: Sequence[Sample], rows: Sequence[int]) -> tuple[Any, Any | None]:
-    """Tokens, masks and ids of some rows of a batch, and their optional fields if they have any."""
-    halves = []
-    for required in (True, False):
-        sink = io.BytesIO()
-        write_part(sink, samples, rows, required=required, optional=not required)
-        halves.append(_array(sink))
-    return halves[0], halves[1] if halves[1].size else None
 
 
 class RolloutHub:
@@ -112,7 +75,7 @@ class RolloutHub:
         if self._journal is None:
             found = self._store.find(key)
             return found if found is not None else self._store.add(_in_object_store(batch), key)
-        samples, parts = _decode_batch(self._name, batch)
+        samples, parts = decode_batch(self._name, batch)
         batch_id = self._journal.write(samples, batch.plan_json, parts=parts, key=key)
         self._fetched.setdefault(batch_id, _in_object_store(batch))
         return batch_id
@@ -144,22 +107,25 @@ class RolloutHub:
 
     def locate(
         self, batch_id: int, rows: Sequence[int]
-    ) -> list[tuple[dict[int, int], tuple[Any, Any | None]]]:
-        """Positions of the rows, and objects, of parts that are these rows and no others."""
+    ) -> list[Located]:
+        """Parts that are these rows and no others."""
         batch = self._batch(batch_id)
         places = read_places(Blob(f"{self._name}, batch {batch_id}", batch.index))
-        located: list[tuple[dict[int, int], tuple[Any, Any | None]]] = []
+        located: list[Located] = []
         rest: dict[int, dict[int, int]] = {}
         for part, positions in places.by_part(rows).items():
             if len(positions) == np.count_nonzero(places.parts == part):
-                located.append((positions, batch.parts[part]))
+                refs = part_of(batch, part, places)
+                located.append(Located(positions, refs, places.cells(part)))
             else:
                 rest[part] = positions
         if rest:
             cut = tuple(sorted(row for positions in rest.values() for row in positions))
             if (batch_id, cut) not in self._cuts:
                 self._cuts[batch_id, cut] = self._cut(places, batch, rest, cut)
-            located.append(({row: n for n, row in enumerate(cut)}, self._cuts[batch_id, cut]))
+            cells = places.cells_of(np.array(cut, np.int64))
+            positions = {row: n for n, row in enumerate(cut)}
+            located.append(Located(positions, self._cuts[batch_id, cut], cells))
         return located
 
     def _cut(
@@ -172,9 +138,9 @@ class RolloutHub:
         """Objects that hold these rows; the same ones serve every rank that asks for them."""
         samples: dict[int, Sample] = {}
         for part, positions in by_part.items():
-            refs = [ref for ref in batch.parts[part] if ref is not None]
+            refs = [ref for ref in part_of(batch, part, places) if ref is not None]
             blobs = [Blob(f"{places.source}, part {part}", content) for content in ray.get(refs)]
-            samples |= read_part(blobs, positions, part_cells=places.cells(part))
+            samples |= read_part(blobs, positions, places.cells(part))
         while len(self._cuts) >= _CUTS_KEPT:  # whoever was handed one still has it
             del self._cuts[next(iter(self._cuts))]
         return _put(encode_part([samples[row] for row in rows], rows))
@@ -277,8 +243,10 @@ class RayRollouts:
             RayActorError: The actor could not be reached in time.
         """
         batch = RolloutBatch(samples, vocab_size=self._vocab_size)
+        if plan_json is not None:
+            check_text("the plan of the batch", plan_json)
         encoded = encode_batch(batch.samples, plan_json, parts)
-        key = key or uuid.uuid4().hex
+        key = uuid.uuid4().hex if key is None else check_key(key)
         return self._call(lambda: self._hub.write.remote(encoded, key))
 
     def finish(self) -> int:
@@ -306,21 +274,18 @@ class RayRollouts:
         if not rows:
             check_fields(fields)
 
-        def fetch() -> list[tuple[dict[int, int], list[Any]]]:
+        def fetch() -> list[tuple[Located, list[Any]]]:
             located = self._get(self._hub.locate.remote(batch_id, list(rows)))
             wants_all = fields is None or len(fields) > 0
-            wanted = [refs if wants_all else refs[:1] for _, refs in located]
+            wanted = [part.refs if wants_all else part.refs[:1] for part in located]
             there = [[ref for ref in refs if ref is not None] for refs in wanted]
-            return [
-                (positions, self._get(refs))
-                for (positions, _), refs in zip(located, there, strict=True)
-            ]
+            return [(part, self._get(refs)) for part, refs in zip(located, there, strict=True)]
 
         samples: dict[int, Sample] = {}
-        for positions, contents in self._repeat(fetch):
+        for part, contents in self._repeat(fetch):
             self.bytes_fetched += sum(content.nbytes for content in contents)
             blobs = [Blob(f"{self}, batch {batch_id}", content) for content in contents]
-            samples |= read_part(blobs, positions, fields, self._vocab_size)
+            samples |= read_part(blobs, part.positions, part.cells, fields, self._vocab_size)
         return [samples[row] for row in rows]
 
     def stamp(self, batch_id: int) -> str:
@@ -347,6 +312,7 @@ class RayRollouts:
     def publish(self, name: str, text: str) -> None:
         """See `RolloutSource.publish`."""
         check_note_name(name)
+        check_text(f"note {name!r}", text)
         self._call(lambda: self._hub.publish.remote(name, text))
 
     def published(self, name: str) -> str | None:
@@ -378,11 +344,6 @@ class RayRollouts:
             time.sleep(_RETRY_SECONDS)
 
 
-def _array(sink: io.BytesIO) -> np.ndarray:
-    # An array lies in the object store as it is; readers map it without a copy.
-    return np.frombuffer(sink.getvalue(), np.uint8)
-
-
 def _in_object_store(batch: EncodedBatch) -> EncodedBatch:
     """The same batch with references in the place of its parts; they belong to the caller."""
     return batch._replace(parts=[_put(part) for part in batch.parts])
@@ -391,16 +352,3 @@ def _in_object_store(batch: EncodedBatch) -> EncodedBatch:
 def _put(part: tuple[Any, Any | None]) -> tuple[Any, Any | None]:
     required, optional = part
     return ray.put(required), None if optional is None else ray.put(optional)
-
-
-def _decode_batch(name: str, batch: EncodedBatch) -> tuple[list[Sample], list[list[int]]]:
-    """Samples in row order, and the rows of each part in storage order."""
-    index = Blob(name, batch.index)
-    samples: dict[int, Sample] = {}
-    parts: list[list[int]] = []
-    places = read_places(index, ()).by_part(range(len(read_index(index))))
-    for part, positions in sorted(places.items()):
-        blobs = [Blob(name, content) for content in batch.parts[part] if content is not None]
-        samples |= read_part(blobs, positions)
-        parts.append(sorted(positions, key=positions.__getitem__))
-    return [samples[row] for row in sorted(samples)], parts

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_dynbatch.output import progress
 from megatron_dynbatch.rollouts.files import remove_file, write_text
 from megatron_dynbatch.rollouts.leftovers import sweep
-from megatron_dynbatch.rollouts.slots import DELETED, KEY, NOTES, Slots
+from megatron_dynbatch.rollouts.slots import DELETED, KEY, Slots
 
 _MARK = "A completed checkpoint lies beyond this batch.\n"
 
@@ -38,12 +38,14 @@ class Retention:
         for number in numbers:
             if number < batch_id and number not in self._done:
                 self._delete(number)
-        for folder in (self._slots.path, self._slots.path / NOTES):
-            sweep(folder)
+        sweep(self._slots.path)
 
     def _delete(self, number: int) -> None:
-        folder, state = self._slots.folder(number), self._slots.state(number)
-        if state not in ("present", "deleted") or folder.is_symlink():
+        folder = self._slots.folder(number)
+        if folder.is_symlink():
+            return
+        state = self._slots.state(number)
+        if state not in ("present", "deleted"):
             return
         try:
             if state == "present":

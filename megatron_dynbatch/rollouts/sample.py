@@ -13,7 +13,9 @@ from typing import Any, SupportsFloat, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.errors import RolloutDataError
+from megatron_dynbatch.rollouts.limits import MAX_SAMPLE_TOKENS
 
 PER_TOKEN_FIELDS = (
     "log_probs",
@@ -30,6 +32,9 @@ OPTIONAL_FIELDS = ("reward", "advantage", *PER_TOKEN_FIELDS)
 
 EXTRA_KINDS = ("token_arrays", "response_arrays", "blobs")
 """Fields that hold what only the user's code reads, by name."""
+
+MAX_NAME_LENGTH = 100
+"""Characters of a name of an array or blob."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
@@ -111,7 +116,8 @@ class Sample:
 
         Raises:
             RolloutDataError: A field has the wrong type or number of dimensions, or neither
-                `response_length` nor `loss_mask` is given, or they disagree.
+                `response_length` nor `loss_mask` is given, or they disagree, or the sample is
+                longer than `MAX_SAMPLE_TOKENS`.
         """
         mask = _loss_mask(response_length, loss_mask)
         per_token = (
@@ -152,11 +158,19 @@ class Sample:
         return int(np.count_nonzero(self.loss_mask))
 
 
-def _array(name: str, value: object, kinds: str, wanted: str) -> NDArray[Any]:
+def _as_array(name: str, value: object, wanted: str) -> NDArray[Any]:
     try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError) as error:
         raise RolloutDataError(f"{name}: {error}; give {wanted}") from error
+
+
+def _array(name: str, value: object, kinds: str, wanted: str) -> NDArray[Any]:
+    array = _as_array(name, value, wanted)
+    if array.size > MAX_SAMPLE_TOKENS:
+        raise RolloutDataError(
+            f"{name} has {array.size} entries; a sample has at most {MAX_SAMPLE_TOKENS} tokens"
+        )
     if array.size == 0 and array.ndim == 1:
         return array
     if array.dtype.kind not in kinds:
@@ -185,6 +199,10 @@ def _loss_mask(response_length: SupportsIndex | None, value: ArrayLike | None) -
             raise RolloutDataError(
                 f"response_length is {length}; give the number of response tokens"
             )
+        if length > MAX_SAMPLE_TOKENS:  # before a mask of that length takes memory
+            raise RolloutDataError(
+                f"response_length is {length}; a sample has at most {MAX_SAMPLE_TOKENS} tokens"
+            )
         return np.ones(length, np.uint8)
     array = _array("loss_mask", value, "biuf", "0 or 1 per response token [R]")
     with np.errstate(invalid="ignore"):
@@ -207,9 +225,9 @@ def _per_token(name: str, value: object) -> NDArray[np.float32]:
 
 
 def _scalar(name: str, value: object) -> float:
-    array = np.asarray(value)
+    array = _as_array(name, value, "one number")
     if array.ndim != 0 or array.dtype.kind not in "biuf":
-        raise RolloutDataError(f"{name} is {value!r}; give one number")
+        raise RolloutDataError(f"{name} is {short(value)}; give one number")
     return float(array)
 
 
@@ -222,21 +240,28 @@ def _scalar_or_per_token(name: str, value: object) -> float | NDArray[np.float32
 
 def _arrays(kind: str, values: Mapping[str, ArrayLike] | None) -> dict[str, NDArray[Any]]:
     _check_names(kind, values)
-    arrays = {name: np.asarray(value) for name, value in (values or {}).items()}
+    wanted = "numbers with one entry per token"
+    given = (values or {}).items()
+    arrays = {name: _as_array(f"{kind}[{name!r}]", value, wanted) for name, value in given}
     for name, array in arrays.items():
         if array.dtype.kind not in "biuf" or array.ndim == 0:
             raise RolloutDataError(
-                f"{kind}[{name!r}] has {array.ndim} dimensions and dtype {array.dtype}; give "
-                "numbers with one entry per token"
+                f"{kind}[{name!r}] has {array.ndim} dimensions and dtype {array.dtype}; "
+                f"give {wanted}"
             )
     return arrays
 
 
 def _check_names(kind: str, values: Mapping[str, object] | None) -> None:
+    if values is not None and not isinstance(values, Mapping):
+        raise RolloutDataError(f"{kind} is {short(values)}; give a mapping of names")
     for name in values or {}:
-        if not name.isidentifier() or name in Sample.__slots__:  # they become names of columns
+        # Names become names of columns.
+        is_name = isinstance(name, str) and name.isidentifier() and len(name) <= MAX_NAME_LENGTH
+        if not is_name or name in Sample.__slots__:
             raise RolloutDataError(
-                f"{kind}[{name!r}]: the name must be a Python identifier and no field of Sample"
+                f"{kind}[{short(name)}]: the name must be a Python identifier of at most "
+                f"{MAX_NAME_LENGTH} characters and no field of Sample"
             )
 
 
@@ -252,9 +277,9 @@ def _integer(name: str, value: SupportsIndex) -> int:
     try:
         number = operator.index(value)
     except TypeError as error:
-        raise RolloutDataError(f"{name} is {value!r}; give an integer") from error
+        raise RolloutDataError(f"{name} is {short(value)}; give an integer") from error
     if not -(2**63) <= number < 2**63:
-        raise RolloutDataError(f"{name} is {number}; it must fit in 64 bits")
+        raise RolloutDataError(f"{name} is {short(number)}; it must fit in 64 bits")
     return number
 
 

@@ -6,9 +6,11 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from megatron_dynbatch.rollouts.checked_paths import own_folder
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.source import BatchState
 from megatron_dynbatch.rollouts.store import batch_number
@@ -50,6 +52,8 @@ class Slots:
     def state(self, batch_id: int) -> SlotState:
         """What a number stands for; "absent" also for a folder without any of its files."""
         path = self.folder(batch_id)
+        with suppress(FileNotFoundError):
+            own_folder(self.path, path.name)  # nothing is read or deleted through a link
         if (path / DELETED).exists():
             return "deleted"
         if (path / INDEX).exists():

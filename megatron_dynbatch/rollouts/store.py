@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 import re
 
+from megatron_dynbatch.rollouts.checked_paths import check_text, short
 from megatron_dynbatch.rollouts.errors import BatchDeleted, RolloutDataError
 from megatron_dynbatch.rollouts.source import BatchState
 
-_NOTE_NAME = re.compile(r"[a-z][a-z0-9_-]*")
+_NOTE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,99}")
 
 
 class BatchStore[T]:
@@ -34,7 +35,7 @@ class BatchStore[T]:
 
     def find(self, key: str | None) -> int | None:
         """The batch of that key, or None."""
-        return None if key is None else self._keys.get(key)
+        return None if key is None else self._keys.get(check_key(key))
 
     def add(self, batch: T, key: str | None) -> int:
         """Adds a batch, unless one of that key is there; returns its id.
@@ -97,11 +98,18 @@ def batch_number(batch_id: int) -> int:
     """`batch_id`, if it can be one.
 
     Raises:
-        RolloutDataError: It is negative.
+        RolloutDataError: It is no integer, negative, or beyond 64 bits.
     """
-    number = operator.index(batch_id)
+    try:
+        number = operator.index(batch_id)
+    except TypeError as error:
+        raise RolloutDataError(f"batch id {short(batch_id)} is no integer") from error
     if number < 0:
-        raise RolloutDataError(f"batch id {number} is negative; batches are numbered from 0")
+        raise RolloutDataError(
+            f"batch id {short(number)} is negative; batches are numbered from 0"
+        )
+    if number >= 1 << 63:
+        raise RolloutDataError(f"batch id {short(number)} does not fit in 64 bits")
     return number
 
 
@@ -109,9 +117,9 @@ def check_key(key: str) -> str:
     """`key`, if it can name a batch.
 
     Raises:
-        RolloutDataError: It is empty.
+        RolloutDataError: It is empty, or no Unicode text.
     """
-    if not key:
+    if not check_text("the key of a batch", key):
         raise RolloutDataError(
             "the key of a batch is empty; leave it out or name what is in the batch"
         )
@@ -120,8 +128,10 @@ def check_key(key: str) -> str:
 
 def check_note_name(name: str) -> None:
     """Raises RolloutDataError if a note cannot have that name."""
-    if not _NOTE_NAME.fullmatch(name):
-        raise RolloutDataError(f"note name {name!r}: use lower-case letters, digits, - and _")
+    if not isinstance(name, str) or not _NOTE_NAME.fullmatch(name):
+        raise RolloutDataError(
+            f"note name {short(name)}: use lower-case letters, digits, - and _, 100 at most"
+        )
 
 
 def deleted_error(what: str) -> BatchDeleted:

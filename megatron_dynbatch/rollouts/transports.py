@@ -6,6 +6,7 @@ import os
 from urllib.parse import parse_qs, urlsplit
 
 from megatron_dynbatch.errors import OptionError
+from megatron_dynbatch.rollouts.checked_paths import checked_path, short
 from megatron_dynbatch.rollouts.directory import RolloutDirectory
 from megatron_dynbatch.rollouts.queue import RolloutQueue
 from megatron_dynbatch.rollouts.source import RolloutTransport
@@ -23,9 +24,10 @@ def open_transport(
         vocab_size: Token ids must be below it; None: not checked.
 
     Raises:
-        OptionError: A Ray or queue path without a name, or with an unknown option.
+        OptionError: A Ray or queue path without a name, or with an unknown option; another URL; or
+            no path.
     """
-    text = os.fspath(path)
+    text = path if isinstance(path, str) else str(checked_path(path))
     if text.startswith("queue:"):
         name = text.removeprefix("queue:")
         if not name:
@@ -33,19 +35,26 @@ def open_transport(
         return RolloutQueue.named(name, vocab_size=vocab_size)
     if not text.startswith("ray://"):
         return RolloutDirectory(text, vocab_size=vocab_size)
+    name, address, journal = _ray_options(text)
     from megatron_dynbatch.rollouts.ray_transport import RayRollouts
 
-    parts = urlsplit(text)
-    options = parse_qs(parts.query)
-    name = parts.path.strip("/")
-    if not name or set(options) - {"journal"}:
+    return RayRollouts(name, address=address, journal=journal, vocab_size=vocab_size)
+
+
+def _ray_options(text: str) -> tuple[str, str | None, str | None]:
+    """Name, address and journal of `ray://HOST:PORT/NAME?journal=DIR`."""
+    try:
+        parts = urlsplit(text)
+        options = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        journals = options.pop("journal", [])
+        name = parts.path.strip("/")
+        is_right = bool(name) and name.isprintable() and not options and not parts.fragment
+    except ValueError:
+        is_right = False
+    if not is_right or len(journals) > 1:
         raise OptionError(
-            f"rollout path {text!r}: expected ray://HOST:PORT/NAME or ray:///NAME, and perhaps "
-            "?journal=DIR"
+            f"rollout path {short(text)}: expected ray://HOST:PORT/NAME or ray:///NAME, and "
+            "perhaps ?journal=DIR"
         )
-    return RayRollouts(
-        name,
-        address=parts.netloc or None,
-        journal=options.get("journal", [None])[0],
-        vocab_size=vocab_size,
-    )
+    journal = str(checked_path(journals[0])) if journals else None
+    return name, parts.netloc or None, journal

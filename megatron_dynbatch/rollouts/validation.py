@@ -16,6 +16,8 @@ from megatron_dynbatch.rollouts.sample import PER_TOKEN_FIELDS, Sample
 MAX_TOKEN_ID = 2**31 - 1
 """Token ids are stored in 32 bits."""
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 def validate_samples(
     samples: Sequence[Sample],
@@ -45,6 +47,12 @@ def validate_samples(
     """
     if len(samples) == 0:
         raise RolloutDataError(f"{where}: no rollouts; give at least one sample")
+    if not all(isinstance(sample, Sample) for sample in samples):
+        row = next(n for n, sample in enumerate(samples) if not isinstance(sample, Sample))
+        raise RolloutDataError(
+            f"{where}: {row_word} {row} is a {type(samples[row]).__name__}; give samples, "
+            "Sample(**fields) from a dict"
+        )
     numbers = range(len(samples)) if rows is None else rows
     labels = [_label(row_word, n, sample) for n, sample in zip(numbers, samples, strict=True)]
     faults = list(islice(_faults(samples, labels, vocab_size), limit + 1))
@@ -86,8 +94,8 @@ def _sample_faults(sample: Sample, vocab_size: int | None) -> Iterator[str]:
     is_trained = bool(trained.any())
     for name in ("reward", "advantage"):
         value = getattr(sample, name)
-        if isinstance(value, float) and is_trained and not np.isfinite(value):
-            yield f"{name}: {value} is not finite"
+        if isinstance(value, float) and is_trained and not abs(value) <= _LARGEST:
+            yield f"{name}: {value} is not finite as float32"
     for name in ("advantage", *PER_TOKEN_FIELDS):
         value = getattr(sample, name)
         if isinstance(value, np.ndarray):

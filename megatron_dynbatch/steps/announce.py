@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_dynbatch.errors import OptionError
+from megatron_dynbatch.errors import OptionError, ResumeError
 from megatron_dynbatch.output import progress
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanError, PlanOptions, make_plan
 from megatron_dynbatch.plan.handshake import checked_plan
@@ -123,14 +123,22 @@ class Announcer:
     def _index(self, cursor: Cursor, is_present: bool) -> tuple[SampleIndex, Origins]:
         """Of the carried samples and the batch's own, and where each comes from."""
         origins = list(cursor.carried)
-        parts = [
-            self._source.index(batch).take(rows) for batch, rows in rows_by_batch(origins).items()
-        ]
+        parts = [self._carried(batch, rows) for batch, rows in rows_by_batch(origins).items()]
         if is_present:
             own = self._source.index(cursor.batch_id)
             parts.append(own)
             origins += [(cursor.batch_id, row) for row in range(len(own))]
         return SampleIndex.concat(parts), origins
+
+    def _carried(self, batch: int, rows: list[int]) -> SampleIndex:
+        index = self._source.index(batch)
+        if max(rows) >= len(index):
+            raise ResumeError(
+                f"the checkpoint carries row {max(rows)} of rollout batch {batch}, but in "
+                f"{self._source} that batch has rows 0 to {len(index) - 1}: resume with the "
+                "rollouts that it was trained on"
+            )
+        return index.take(rows)
 
     def _rollout_sides_plan(self, batch_id: int, index: SampleIndex) -> Plan | None:
         text = self._source.plan_json(batch_id)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron_dynbatch.errors import ResumeError
+from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.content import are_comparable
 
 # Options that decide which rollouts form a step; they must not change inside a batch.
@@ -137,8 +138,25 @@ class Cursor:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cursor:
-        """Inverse of `to_dict`; fields that a version before did not have are as by default."""
-        carried = tuple((int(batch), int(row)) for batch, row in values["carried"])
+        """Inverse of `to_dict`; fields that a version before did not have are as by default.
+
+        Raises:
+            ResumeError: A field is missing, unknown or of another kind; it is named.
+        """
+        if not isinstance(values, Mapping):
+            raise _damaged(f"it is {short(values)}")
+        if missing := [name for name in _REQUIRED if name not in values]:
+            raise _damaged(f"{missing[0]} is missing")
+        if unknown := [name for name in values if name not in _FIELDS]:
+            raise _damaged(f"it has a field {short(unknown[0])}, which is unknown here")
+        for name, (is_right, wanted) in _KINDS.items():
+            if name in values and not is_right(values[name]):
+                raise _damaged(f"{name} is {short(values[name])}, not {wanted}")
+        carried = tuple((batch, row) for batch, row in values["carried"])
+        if len(set(carried)) < len(carried):
+            raise _damaged("carried names a sample twice")
+        if carried and max(batch for batch, _ in carried) >= values["batch_id"]:
+            raise _damaged(f"carried names a sample that is not before batch {values['batch_id']}")
         stamps = _numbered(values.get("stamps", {}))
         return cls(**{**values, "carried": carried, "stamps": stamps})
 
@@ -158,3 +176,57 @@ def _numbered(stamps: Mapping[Any, str]) -> dict[int, str]:
 
 
 _FIELDS = tuple(field.name for field in fields(Cursor))
+# What the cursor of every version has; later ones have a default, which is what they meant before.
+_REQUIRED = (
+    "batch_id", "step_index", "carried", "consumed_rollouts", "dropped_rollouts", "empty_steps",
+)  # fmt: skip
+
+
+def _damaged(what: str) -> ResumeError:
+    return ResumeError(
+        f"the rollout cursor of the checkpoint cannot be used: {what}; it is damaged or of another "
+        "version of megatron_dynbatch: resume with that version, or from another checkpoint"
+    )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _are_places(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(place, (list, tuple)) and len(place) == 2 and all(map(_is_count, place))
+        for place in value
+    )
+
+
+def _are_options(value: object) -> bool:
+    is_mapping = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    return value is None or is_mapping
+
+
+def _are_stamps(value: object) -> bool:
+    # JSON has made strings of the numbers of batches.
+    return isinstance(value, Mapping) and all(
+        isinstance(stamp, str)
+        and (_is_count(batch) or (isinstance(batch, str) and batch.isdecimal() and len(batch) < 19))
+        for batch, stamp in value.items()
+    )
+
+
+_Kind = tuple[Callable[[object], bool], str]
+_COUNT: _Kind = _is_count, "a number from 0 to 2^63 − 1"
+_KINDS: dict[str, _Kind] = {
+    "batch_id": _COUNT,
+    "step_index": _COUNT,
+    "carried": (_are_places, "pairs (batch, row)"),
+    "consumed_rollouts": _COUNT,
+    "dropped_rollouts": _COUNT,
+    "empty_steps": _COUNT,
+    "stale_rollouts": _COUNT,
+    "step_options": (_are_options, "options by name"),
+    "steps_digest": (lambda value: value is None or isinstance(value, str), "text"),
+    "source_id": (lambda value: isinstance(value, str), "text"),
+    "source_name": (lambda value: isinstance(value, str), "text"),
+    "stamps": (_are_stamps, "text by batch"),
+}

@@ -18,6 +18,7 @@ from typing import Any
 from megatron_dynbatch.errors import DynbatchError
 from megatron_dynbatch.rollouts.files import append, cut, replace_text, sync
 from megatron_dynbatch.rollouts.hidden import TEMPORARY
+from megatron_dynbatch.rollouts.strict_json import unique_keys
 
 _PROBE = b" " * 4096  # room for a line; no line end, which would make a torn line look whole
 
@@ -144,7 +145,7 @@ def _mend(path: Path, first_key: str) -> str | None:
 
 def _objects(text: str, first_key: str) -> tuple[tuple[dict[str, Any], ...], bool]:
     """The objects in a line, and whether it is one and nothing else."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
     found: list[dict[str, Any]] = []
     start, rest = 0, 0
     while start >= 0 and start < len(text):

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.rollouts import (
+    RolloutBatch,
     RolloutDirectory,
     RolloutQueue,
     Sample,
     SampleIndex,
+    checked_paths,
+    jsonl,
     read_jsonl,
     validate_samples,
 )
 from megatron_dynbatch.rollouts.flow import training_batch, wait_for_weights
 from megatron_dynbatch.rollouts.manifest import write_manifest
 from megatron_dynbatch.steps import Staleness, StepFeed
+from tests.rollouts.forging import INDEX, PART, Change, forge, replaced
 
 BadInput = Callable[[Path], object]
 
@@ -46,6 +54,12 @@ def made(*args: Any, **fields: Any) -> BadInput:
 SAMPLES: dict[str, BadInput] = {
     "text in the place of token ids": made(["a", "b"], 1),
     "floats in the place of token ids": made([1.0, 2.0], 1),
+    "a sample of 2^24 tokens and one more": made(np.zeros(2**24 + 1, np.int8), 1),
+    "a response of 10^12 tokens": made([1, 2], 10**12),
+    "a list of token arrays": made([1, 2], 1, token_arrays=[[1, 2]]),
+    "a ragged token array": made([1, 2], 1, token_arrays={"experts": [[1], [1, 2]]}),
+    "a number as the name of a blob": made([1, 2], 1, blobs={1: b"png"}),
+    "half a character as the name of a blob": made([1, 2], 1, blobs={"\ud800": b"png"}),
     "two samples in one": made([[1, 2], [3, 4]], 1),
     "no response": made([1, 2]),
     "a negative response": made([1, 2], -1),
@@ -58,6 +72,11 @@ SAMPLES: dict[str, BadInput] = {
     "a name that is none": made([1, 2], 1, token_arrays={"my words": [1, 2]}),
     "text as a blob": made([1, 2], 1, blobs={"image": "png"}),
     "an empty batch": batch(),
+    "a list of dicts": batch({"tokens": [1, 2]}),  # type: ignore[arg-type]
+    "no list of samples": lambda path: RolloutBatch(good()),  # type: ignore[arg-type]
+    "samples without end": lambda path: RolloutBatch(itertools.repeat(good())),
+    "an advantage beyond float32": batch(good(advantage=1e308)),
+    "a log-prob beyond float32": batch(good(log_probs=[-1e39, -1.0])),
     "a sample without tokens": batch(Sample([], 0)),
     "another tokenizer's id": batch(good(), vocab_size=7),
     "a negative token id": batch(Sample([5, -6, 7], 2)),
@@ -76,6 +95,12 @@ SAMPLES: dict[str, BadInput] = {
         good(token_arrays={"experts": [1, 2, 3]}), good(token_arrays={"experts": [1.0, 2, 3]})
     ),
     "a token array for one sample only": batch(good(token_arrays={"experts": [1, 2, 3]}), good()),
+    "an index of more rows than a batch has": lambda path: SampleIndex(
+        *[np.ones(2**19 + 1, np.int64)] * 5
+    ).check(),
+    "an index with a sample of 2^24 tokens and one more": lambda path: SampleIndex(
+        [2**24 + 1], [3], [1], [-1], [-1]
+    ).check(),
     "an index with impossible lengths": lambda path: SampleIndex([2], [3], [1], [-1], [-1]).check(),
 }
 
@@ -102,18 +127,13 @@ def damaged(name: str, content: bytes | None) -> BadInput:
     return read
 
 
-def rewritten(name: str, change: Callable[[Any], Any]) -> BadInput:
+def rewritten(name: str, change: Change, **options: Any) -> BadInput:
     """A Parquet file of batch 0 with another table in it, and then everything read."""
 
     def read(path: Path) -> object:
-        file = path / "r" / "batch-00000000" / name
-        directory = written(path / "r")
-        table = change(pq.read_table(file))
-        stamp = pq.read_metadata(file).metadata
-        with pq.ParquetWriter(file, table.schema, store_schema=False) as writer:
-            writer.write_table(table)
-            writer.add_key_value_metadata(stamp)
-        write_manifest(file.parent, "stamp")
+        arrays = {"token_arrays": {"experts": [1, 2, 3]}}
+        directory = written(path / "r", *(good(rollout_id=n, **arrays) for n in range(2)))
+        forge(path / "r" / "batch-00000000", name, change, **options)
         return directory.index(0), directory.read(0, [0, 1])
 
     return read
@@ -188,6 +208,16 @@ def _end_at_once(path: Path) -> object:
     return StepFeed(queue, ParallelLayout(), OPTIONS).open_step()
 
 
+def damaged_cell(path: Path) -> object:
+    """A bit of a cell turned over; the footer has no part in it."""
+    directory = written(path / "r", *(Sample(range(100, 400), 2) for _ in range(2)))
+    file = path / "r" / "batch-00000000" / PART
+    content = file.read_bytes()
+    place = content.index(np.arange(300, 320, dtype=np.int32).tobytes())
+    file.write_bytes(content[:place] + b"\1" + content[place + 1 :])
+    return directory.read(0, [0])
+
+
 def _two_batches_mixed(path: Path) -> object:
     written(path / "r"), written(path / "other")
     part = "batch-00000000/part-00000.parquet"
@@ -228,13 +258,62 @@ def _cut(path: Path) -> object:
 
 def _cut_part(path: Path) -> RolloutDirectory:
     directory = written(path / "r", *(good(rollout_id=n) for n in range(40)))
-    part = path / "r" / "batch-00000000" / "part-00000.parquet"
-    stamp, table = pq.read_metadata(part).metadata, pq.read_table(part)
-    with pq.ParquetWriter(part, table.schema, store_schema=False) as writer:
-        writer.write_table(table.slice(0, 30))
-        writer.add_key_value_metadata(stamp)
-    write_manifest(part.parent, "stamp")
+    forge(path / "r" / "batch-00000000", PART, lambda table: table.slice(0, 30))
     return directory
+
+
+def _cut_behind(path: Path) -> object:
+    directory = written(path / "r", *(good(rollout_id=n) for n in range(40)))
+    forge(path / "r" / "batch-00000000", PART, lambda table: table.slice(0, 30))
+    return directory.read(0, [5])
+
+
+def _in_place(name: str, put: Callable[[Path], object]) -> BadInput:
+    """Something else in the place of a file of batch 0, and then everything read."""
+
+    def read(path: Path) -> object:
+        directory = written(path / "r")
+        file = path / "r" / "batch-00000000" / name
+        file.rename(path / "moved")
+        put(file)
+        return directory.plan_json(0), directory.read(0, [0])
+
+    return read
+
+
+def _long(path: Path) -> object:
+    with mock.patch.object(checked_paths.own_bytes, "__kwdefaults__", {"most": 10}):
+        return damaged("manifest.json", b" " * 11)(path)
+
+
+def _long_line(path: Path) -> object:
+    with mock.patch.object(jsonl, "MAX_LINE_BYTES", 10):
+        return line("x" * 11)(path)
+
+
+def _rows_twice(table: Any) -> Any:
+    return table.append_column("row", table.column("row"))
+
+
+def _npy(content: bytes) -> BadInput:
+    """These bytes in the place of an array."""
+
+    def read(path: Path) -> object:
+        directory = written(path / "r", good(token_arrays={"experts": [1, 2, 3]}))
+        batch, name = path / "r" / "batch-00000000", "token_arrays/experts"
+        forge(batch, PART, replaced(name, pa.array([content], pa.binary())))
+        size = pa.array([len(content)], pa.int32())
+        forge(batch, INDEX, replaced(f"cells/{name}", size))
+        return directory.read(0, [0])
+
+    return read
+
+
+def _large_array() -> bytes:
+    shape = {"shape": (1 << 40,), "fortran_order": False, "descr": "<f8"}
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, shape)
+    return buffer.getvalue()
 
 
 def line(text: str) -> BadInput:
@@ -258,6 +337,11 @@ def _without_masks(table: Any) -> Any:
 def _rows_as_text(table: Any) -> Any:
     place = table.schema.get_field_index("row")
     return table.set_column(place, "row", pa.array(["0", "1"]))
+
+
+def _index(name: str, values: list[int], kind: Any = None) -> BadInput:
+    """A column of the index replaced."""
+    return rewritten(INDEX, replaced(name, pa.array(values, kind or pa.int32())))
 
 
 STORAGE: dict[str, BadInput] = {
@@ -288,14 +372,35 @@ STORAGE: dict[str, BadInput] = {
     "a run without rollouts": _end_at_once,
     "a part that is gone": damaged("part-00000.parquet", None),
     "a truncated part": damaged("part-00000.parquet", b"PAR1"),
-    "a part without masks": rewritten("part-00000.parquet", _without_masks),
-    "a part with row numbers as text": rewritten("part-00000.parquet", _rows_as_text),
+    "a part without masks": rewritten(PART, _without_masks),
+    "a part with row numbers as text": rewritten(PART, _rows_as_text, sums=False),
     "token ids beyond the trainer's vocabulary": lambda path: (
         written(path / "r"),
         RolloutDirectory(path / "r", vocab_size=7).index(0),
     ),
-    "a part with rows in another order": rewritten("part-00000.parquet", _swapped_rows),
+    "a part with rows in another order": rewritten(PART, _swapped_rows),
     "a part of another batch": _two_batches_mixed,
+    "a compressed part": rewritten(PART, lambda table: table, compression="zstd"),
+    "a part with fewer rows than the index says": _cut_behind,
+    "a part with fewer tokens than the index says": _index("total_length", [90, 3], pa.int64()),
+    "a part with other tokens than its checksums say": damaged_cell,
+    "a part with a column twice": rewritten(PART, _rows_twice, sums=False),
+    "an index without the sizes of a column": rewritten(
+        INDEX, lambda table: table.drop_columns(["cells/token_arrays/experts"])
+    ),
+    "an index with two samples in one place": _index("part_row", [0, 0]),
+    "an index with a sample of 10^12 tokens": _index("total_length", [10**12, 3], pa.int64()),
+    "an index with an empty cell": rewritten(
+        INDEX, replaced("group_id", pa.array([None, 1], pa.int64()))
+    ),
+    "an array that is no .npy": _npy(b"\x93NUMPY"),
+    "an array that claims 8 TB": _npy(_large_array()),
+    "a link in the place of a part": _in_place(
+        PART, lambda file: file.symlink_to(file.parents[2] / "moved")
+    ),
+    "a pipe in the place of the manifest": _in_place("manifest.json", os.mkfifo),
+    "a manifest of a gigabyte": _long,
+    "a manifest with a key twice": damaged("manifest.json", b'{"stamp": "a", "stamp": "b"}'),
     "a part without its last rows": _cut,
     "a part that the writer did not write": damaged(
         "manifest.json", b'{"stamp": "a", "footers": {}}'
@@ -304,6 +409,14 @@ STORAGE: dict[str, BadInput] = {
     "a row that is not there": lambda path: written(path / "r").read(0, [2]),
     "a field that is not there": lambda path: written(path / "r").read(0, [0], ["entropy"]),
     "a negative batch id": lambda path: written(path / "r").state(-1),
+    "a batch id that is text": lambda path: written(path / "r").state("0"),  # type: ignore[arg-type]
+    "a batch id of 65 bits": lambda path: written(path / "r").state(2**64),
+    "a key that is half a character": lambda path: RolloutQueue("q").write([good()], key="\ud800"),
+    "a note that is no text": lambda path: written(path / "r").publish("n", b""),  # type: ignore[arg-type]
+    "a note name of 300 letters": lambda path: written(path / "r").publish("n" * 300, ""),
+    "more blobs than a batch has columns": lambda path: written(
+        path / "r", good(blobs={f"b{n}": b"" for n in range(1025)})
+    ),
     "an empty key": lambda path: RolloutDirectory(path / "r").write([good()], key=""),
     "a note with a path as its name": lambda path: written(path / "r").publish("../note", ""),
     "a plan that is no text": damaged("plan.json", b"\xff"),
@@ -317,5 +430,8 @@ STORAGE: dict[str, BadInput] = {
     "a line that is a list": line("[1, 2]"),
     "a line with an unknown key": line('{"tokens": [1, 2], "response": [2]}'),
     "a line without tokens": line('{"response_length": 1}'),
+    "a line with a key twice": line('{"tokens": [1, 2], "tokens": [3, 4], "response_length": 1}'),
+    "a line of a gigabyte": _long_line,
+    "a line with half a character": line('{"tokens": [1, 2], "response_length": 1, "\\ud800": 1}'),
     "a line that is nested deeply": line('{"tokens": ' + "[" * 100_000),
 }

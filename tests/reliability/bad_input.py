@@ -20,9 +20,15 @@ from megatron_dynbatch.hooks.loss import weighted_output
 from megatron_dynbatch.hooks.tracker import TRACKER, mend_tracker
 from megatron_dynbatch.layout import build_micro_batch
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, make_plan
+from megatron_dynbatch.plan.cost import CostModel
 from megatron_dynbatch.plan.handshake import read_layout
 from megatron_dynbatch.plan.splitters import find_splitter
-from megatron_dynbatch.rollouts import RolloutDirectory, RolloutQueue, SampleIndex, open_transport
+from megatron_dynbatch.rollouts import (
+    RolloutDirectory,
+    RolloutQueue,
+    SampleIndex,
+    open_transport,
+)
 from megatron_dynbatch.rollouts.flow import wait_for_room, wait_for_weights
 from megatron_dynbatch.steps import Cursor, Exchange, Staleness, StepFeed
 from megatron_dynbatch.steps.empty_batches import EmptyBatches
@@ -66,6 +72,8 @@ def _plan(change: Callable[[dict[str, Any]], object]) -> BadInput:
     return read
 
 
+_ONE_SAMPLE = (SampleIndex([2], [1], [1], [0], [-1]), ParallelLayout(), OPTIONS)
+
 PLANS: dict[str, BadInput] = {
     "a sample longer than a micro-batch": planned([17]),
     "two ways to make micro-batches": planned([2], micro_batch_size=2),
@@ -79,6 +87,27 @@ PLANS: dict[str, BadInput] = {
     "a width that cannot be shared": planned(
         [2], ParallelLayout(tp=4, sequence_parallel=True), max_tokens_per_gpu=17, fixed_width=True
     ),
+    "a billion ranks": lambda path: ParallelLayout(dp=10**9),
+    "a layout of words": lambda path: ParallelLayout(sequence_parallel="yes"),  # type: ignore[arg-type]
+    "a plan of dummies": planned([2] * 300, ParallelLayout(dp=2**16), rollouts_per_step=1),
+    "a cost beyond float64": lambda path: CostModel(alpha=1e300),
+    "a width that is a word": planned([2], fixed_width="yes"),
+    "a schedule of words": lambda path: Plan.from_schedule(
+        ([["0"]], [[[0]]], [1], [1]),
+        *_ONE_SAMPLE,  # type: ignore[arg-type]
+    ),
+    "three lists as a schedule": lambda path: Plan.from_schedule(
+        ([], [], []),
+        *_ONE_SAMPLE,  # type: ignore[arg-type]
+    ),
+    "a number in the place of a partition": lambda path: Plan.from_schedule(
+        ([0], [[[0]]], [1], [1]),
+        *_ONE_SAMPLE,  # type: ignore[arg-type]
+    ),
+    "a plan with a row of 1.5": _plan(
+        lambda values: values["steps"][0]["micro_batches"][0].append([1.5])
+    ),
+    "a plan with a key twice": lambda path: Plan.from_json('{"version": 1, "version": 1}'),
     "virtual stages without stages": lambda path: ParallelLayout(vpp=2),
     "an unknown splitter": lambda path: find_splitter("by_luck"),
     "a splitter that cannot be imported": lambda path: find_splitter("no_such_module:split"),
@@ -131,6 +160,15 @@ OPTION_ERRORS: dict[str, BadInput] = {
     "a negative staleness": lambda path: Staleness(-1),
     "no empty batch at all": lambda path: EmptyBatches(0),
     "a queue without name": lambda path: open_transport("queue:"),
+    "a bucket as the rollout path": lambda path: open_transport("s3://bucket/rollouts"),
+    "a bucket as a directory": lambda path: RolloutDirectory("gs://bucket/rollouts"),
+    "no rollout path at all": lambda path: open_transport(None),  # type: ignore[arg-type]
+    "an empty rollout path": lambda path: open_transport(""),
+    "a NUL in the rollout path": lambda path: open_transport("rollouts\0"),
+    "a rollout path of one long name": lambda path: open_transport("r" * 300),
+    "half a character in the rollout path": lambda path: open_transport("\ud800"),
+    "a Ray address that is none": lambda path: open_transport("ray://[::1/name"),
+    "two journals": lambda path: open_transport("ray:///name?journal=a&journal=b"),
     "a Ray actor without name": lambda path: open_transport("ray://127.0.0.1:6379"),
 }
 
@@ -179,10 +217,32 @@ def _another_batch(path: Path) -> None:
     RolloutDirectory(path / "r").write([good(rollout_id=0), good(rollout_id=2)])
 
 
+def _carried_row(path: Path) -> object:
+    queue = RolloutQueue("generator")
+    for _ in range(2):
+        queue.write([good()])
+    feed = StepFeed(queue, ParallelLayout(), OPTIONS)
+    feed.restore(Cursor(batch_id=1, carried=((0, 5),)))
+    return feed.open_step()
+
+
+def saved(**changed: object) -> BadInput:
+    """The cursor of a checkpoint with these changes; `...` leaves a field out."""
+    values = {**Cursor().to_dict(), **changed}
+    return lambda path: Cursor.from_dict({k: v for k, v in values.items() if v is not ...})
+
+
 RESUMES: dict[str, BadInput] = {
     "an empty tracker and no checkpoint": _empty_tracker,
     "another directory": _resumed(_another_directory),
     "a batch in the place of another": _resumed(_another_batch),
+    "a carried row that is not there": _carried_row,
+    "a cursor that is a list": lambda path: Cursor.from_dict([]),  # type: ignore[arg-type]
+    "a cursor without its batch": saved(batch_id=...),
+    "a cursor with a field of the future": saved(epoch=1),
+    "a cursor at a negative step": saved(step_index=-1),
+    "a cursor that carries a sample twice": saved(batch_id=3, carried=[[1, 2], [1, 2]]),
+    "a cursor that carries a sample of its own batch": saved(carried=[[0, 2]]),
     "another step size inside a batch": _other_options,
     "other steps inside a batch": _other_steps,
 }

@@ -10,6 +10,7 @@ in a damaged file that is believed shows as a crash.
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 import shutil
@@ -37,13 +38,14 @@ from megatron_dynbatch.rollouts.flow import (
     published_weights,
     training_batch,
 )
-from megatron_dynbatch.rollouts.manifest import write_manifest
+from megatron_dynbatch.rollouts.parquet_footer import read_footer
+from tests.rollouts.forging import forge, forge_bytes
 from tests.rollouts.helpers import assert_same_samples, random_samples
 
 LAYOUT = ParallelLayout(dp=2)
 OPTIONS = PlanOptions(max_tokens_per_gpu=64)
 NUM_SAMPLES = 9
-MEMORY_BYTES = 6 << 30
+MEMORY_BYTES = 2 << 30
 
 
 def flipped(content: bytes, draw: random.Random) -> bytes:
@@ -83,32 +85,109 @@ DAMAGE = (flipped, cut, holed, shifted, footer_flipped)
 
 
 def retyped(path: Path, draw: random.Random) -> None:
-    """The same rows with one column of another type, empty, or missing; checksums are right."""
-    table, stamp = pq.read_table(path), pq.read_metadata(path).metadata
+    """The same rows with one column of another type, name or size, or missing."""
+    table = pq.read_table(path)
     place = draw.randrange(table.num_columns)
     name, rows = table.column_names[place], table.num_rows
+    kind = table.schema.field(place).type
     others: list[Any] = [
         None,
-        pa.nulls(rows, table.schema.field(place).type),
+        pa.nulls(rows, kind),
         pa.array(["text"] * rows),
         pa.array([[[1]]] * rows),
+        pa.array([{"a": 1}] * rows),
+        pa.array([[(1, 2)]] * rows, pa.map_(pa.int32(), pa.int32())),
+        pa.array([[1]] * rows, pa.large_list(pa.int32())),
+        pa.array([b""] * rows),
         pa.array([-(2**62)] * rows),
+        pa.array([draw.choice([-1, 2**31 - 1, 2**24])] * rows, pa.int32()),
+        pa.array([draw.choice([2**62, 2**24, 10**12, 0, -7])] * rows),
+        pa.array([1e308] * rows),
+        pa.array([float("nan")] * rows),
+        pa.array([[1e38, float("inf")]] * rows, pa.list_(pa.float32())),
         pa.array([[2**31 - 1] * 10_000] * rows, pa.list_(pa.int32())),
+        table.column(place),
     ]
     other = draw.choice(others)
-    changed = table.remove_column(place) if other is None else table.set_column(place, name, other)
-    with pq.ParquetWriter(path, changed.schema, store_schema=False) as writer:
-        writer.write_table(changed)
-        writer.add_key_value_metadata(stamp)
-    write_manifest(path.parent, "stamp")
+    odd = ["", "../x", "\0", "blobs/\0", "n" * 5000, "cells/", "row", "blobs/../x", "cells/tokens"]
+    new_name = draw.choice(odd) if draw.random() < 0.3 else name
+    changed = table.remove_column(place) if other is None else table
+    if other is not None:
+        changed = table.set_column(place, new_name, other)
+    options = {"compression": draw.choice(["none", "none", "none", "zstd", "snappy"])}
+    try:
+        forge(path.parent, path.name, lambda _: changed, **options)
+    except (ValueError, TypeError, KeyError, AttributeError, pa.ArrowException):
+        forge(path.parent, path.name, lambda _: changed, sums=False, **options)
+
+
+def footer_forged(path: Path, draw: random.Random) -> None:
+    """Counts, sizes and offsets of a footer changed, with a manifest that fits."""
+    content = path.read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    footer = bytearray(content[start:-8])
+    for _ in range(draw.choice([1, 1, 2, 4])):
+        place, kind = draw.randrange(len(footer)), draw.randrange(4)
+        if kind == 0:
+            footer[place] ^= 1 << draw.randrange(8)
+        elif kind == 1:  # a varint that goes on
+            size = draw.choice([1, 2, 4, 8])
+            footer[place : place + size] = b"\xff" * size
+        elif kind == 2:  # a number with room for a huge one
+            huge = [b"\x80\x80\x80\x80\x10", b"\xfe\xff\xff\xff\x0f"]
+            footer[place : place + 1] = draw.choice(huge)
+        else:
+            end = min(len(footer), place + draw.randrange(1, 40))
+            footer[place:place] = footer[place:end] * draw.choice([1, 1, 50])
+    forged = content[:start] + bytes(footer) + len(footer).to_bytes(4, "little") + b"PAR1"
+    forge_bytes(path.parent, path.name, forged)
+
+
+def page_forged(path: Path, draw: random.Random) -> None:
+    """Bits of page headers turned over; they have no checksum, and the footer fits."""
+    content = bytearray(path.read_bytes())
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    chunks = read_footer(bytes(content[start:-8]), start)[0].chunks
+    place = draw.choice(chunks).start + draw.randrange(24)
+    content[place] = draw.choice([0xFF, 0x80, 0, content[place] ^ 1 << draw.randrange(8)])
+    forge_bytes(path.parent, path.name, bytes(content))
+
+
+def replaced_by(path: Path, moved: Path, draw: random.Random) -> None:
+    """A link, a pipe, a folder or a huge file in the place of a file, or of the batch."""
+    if draw.random() < 0.2:
+        path = path.parent
+    path.rename(moved)
+    draw.choice(
+        [
+            lambda: path.symlink_to(moved, target_is_directory=moved.is_dir()),
+            lambda: path.symlink_to("/dev/zero"),
+            lambda: path.symlink_to(path),
+            lambda: os.mkfifo(path),
+            lambda: path.mkdir(),
+            lambda: _huge(path),
+        ]
+    )()
+
+
+def _huge(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(1 << 33)  # a hole: takes no disk
+
+
+FORGED = (retyped, footer_forged, footer_forged, page_forged)
 
 
 def damage_files(folder: Path, draw: random.Random) -> bool:
     """Damage one file of a directory; returns whether what is read must be what was written."""
     batch = folder / "batch-00000000"
     path = draw.choice([*sorted(batch.iterdir()), *sorted((folder / "notes").iterdir())])
-    if path.suffix == ".parquet" and draw.random() < 0.2:
-        retyped(path, draw)
+    if draw.random() < 0.1:
+        replaced_by(path, folder.with_name("outside"), draw)
+        return True
+    if path.suffix == ".parquet" and draw.random() < 0.6:
+        forge_kind = draw.choice(FORGED)
+        forge_kind(path, draw)
         return False
     path.write_bytes(draw.choice(DAMAGE)(path.read_bytes(), draw))
     return True

@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.plan.cost import CostModel
 from megatron_dynbatch.plan.handshake import publish_layout, write_planned
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory, RolloutQueue, Sample
-from megatron_dynbatch.rollouts.manifest import write_manifest
 from tests.pool import ROOT
+from tests.rollouts.forging import INDEX, PART, forge, replaced
 
 SAMPLE = Sample([1, 2, 3], 2, token_arrays={"experts": [1, 2, 3]}, blobs={"image": b"png"})
 SOURCES = [*sorted((ROOT / "megatron_dynbatch").rglob("*.py"))]
@@ -69,16 +68,6 @@ def test_no_name_reaches_a_shell_and_sockets_are_on_loopback() -> None:
         assert function not in ("ray.start", "dist.TCPStore", "init_process_group"), place
 
 
-def rewritten(path: Path, column: str, values: Any, name: str = "part-00000.parquet") -> None:
-    """A column of a file of batch 0 replaced, with checksums that fit."""
-    file = path / "batch-00000000" / name
-    table = pq.read_table(file)
-    place = table.schema.get_field_index(column)
-    table = table.set_column(place, values[0], values[1])
-    pq.write_table(table, file, store_schema=False)
-    write_manifest(file.parent, "stamp")
-
-
 class Opened:
     """What a pickle would do."""
 
@@ -97,9 +86,11 @@ def test_a_pickle_in_the_place_of_an_array_is_refused_and_not_run(tmp_path: Path
     for content in (buffer.getvalue(), pickle.dumps(Opened(str(trap)))):
         directory = RolloutDirectory(tmp_path / str(len(content)))
         directory.write([SAMPLE])
-        cells = pa.array([content], pa.binary())
-        rewritten(directory.path, "token_arrays/experts", ("token_arrays/experts", cells))
-        with pytest.raises(RolloutDataError, match="row 0"):
+        batch, name = directory.path / "batch-00000000", "token_arrays/experts"
+        forge(batch, PART, replaced(name, pa.array([content], pa.binary())))
+        sizes = pa.array([len(content)], pa.int32())
+        forge(batch, INDEX, replaced(f"cells/{name}", sizes))
+        with pytest.raises(RolloutDataError, match="row 0, an array is not stored as .npy"):
             directory.read(0, [0])
     assert not trap.exists()
 
@@ -108,7 +99,8 @@ def test_a_pickle_in_the_place_of_an_array_is_refused_and_not_run(tmp_path: Path
 def test_an_index_names_no_file_outside_its_batch(tmp_path: Path, part: int) -> None:
     directory = RolloutDirectory(tmp_path / "rollouts", open_timeout=0.0)
     directory.write([SAMPLE])
-    rewritten(directory.path, "part", ("part", pa.array([part], pa.int32())), "index.parquet")
+    change = replaced("part", pa.array([part], pa.int32()))
+    forge(directory.path / "batch-00000000", INDEX, change)
     with pytest.raises(RolloutDataError, match="rollouts/batch-00000000/part-"):
         directory.read(0, [0])
 
@@ -116,7 +108,10 @@ def test_an_index_names_no_file_outside_its_batch(tmp_path: Path, part: int) -> 
 def test_names_of_arrays_and_notes_are_no_paths(tmp_path: Path) -> None:
     directory = RolloutDirectory(tmp_path / "rollouts")
     directory.write([SAMPLE], key="../../key")
-    rewritten(directory.path, "blobs/image", ("blobs/../../x", pa.array([b"x"], pa.binary())))
+    batch, name = directory.path / "batch-00000000", "blobs/../../x"
+    forge(batch, PART, replaced("blobs/image", pa.array([b"x"], pa.binary()), name))
+    sizes = pa.array([1], pa.int32())
+    forge(batch, INDEX, replaced("cells/blobs/image", sizes, f"cells/{name}"))
     with pytest.raises(RolloutDataError, match="the name must be a Python identifier"):
         directory.read(0, [0])
     for name in ("../note", "/etc/note", "a/b", ""):

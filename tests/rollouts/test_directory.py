@@ -124,7 +124,7 @@ def test_batch_ids_stay_inside_the_directory(tmp_path: Path) -> None:
     directory = RolloutDirectory(tmp_path)
     with pytest.raises(ValueError, match="batch id -1 is negative"):
         directory.state(-1)
-    with pytest.raises(TypeError):
+    with pytest.raises(RolloutDataError, match="batch id '../../x' is no integer"):
         directory.index("../../x")  # type: ignore[arg-type]
 
 

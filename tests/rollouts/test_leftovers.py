@@ -73,6 +73,15 @@ def test_leftovers_whose_lock_says_nothing_stay_for_a_day(tmp_path: Path, name: 
     assert hidden_names(tmp_path) == [name]
 
 
+def test_notes_that_lie_elsewhere_are_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    other = leftover(tmp_path / "outside" / hidden_name())
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "notes").symlink_to(tmp_path / "outside")
+    sweep(tmp_path / "r")
+    assert other.exists()
+
+
 def test_links_are_not_followed(tmp_path: Path) -> None:
     outside = leftover(tmp_path / "outside", 2 * LEASE_SECONDS)
     (tmp_path / "r").mkdir()

@@ -15,11 +15,13 @@ from megatron_dynbatch.rollouts import (
     RolloutDataError,
     Sample,
     SampleIndex,
+    parquet_index,
     parquet_read,
     parquet_write,
     validate_samples,
 )
 from megatron_dynbatch.rollouts.parquet_write import Parts
+from tests.rollouts.forging import write_plain
 from tests.rollouts.helpers import assert_same_samples, golden_samples, random_samples
 
 
@@ -35,7 +37,7 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def read_index(path: Path, vocab_size: int | None = None) -> SampleIndex:
-    return parquet_read.read_index(index_path(path), vocab_size)
+    return parquet_index.read_index(index_path(path), vocab_size)
 
 
 def read_rows(
@@ -44,14 +46,8 @@ def read_rows(
     fields: Collection[str] | None = None,
     vocab_size: int | None = None,
 ) -> list[Sample]:
-    found = parquet_read.read_part([path], {row: row for row in rows}, fields, vocab_size)
-    return [found[row] for row in rows]
-
-
-def read_alone(path: Path, rows: Sequence[int]) -> list[Sample]:
-    """The same rows, each by the place of its cells."""
-    cells = parquet_read.read_places(index_path(path)).cells(0)
-    found = parquet_read.read_part([path], {row: row for row in rows}, part_cells=cells)
+    cells = parquet_index.read_places(index_path(path)).cells(0)
+    found = parquet_read.read_part([path], {row: row for row in rows}, cells, fields, vocab_size)
     return [found[row] for row in rows]
 
 
@@ -87,7 +83,6 @@ def test_rows_come_in_the_order_asked(
     path = tmp_path_factory.mktemp("rows") / "f"
     write_samples(path, samples)
     assert_same_samples(read_rows(path, rows), [samples[row] for row in rows])
-    assert_same_samples(read_alone(path, rows), [samples[row] for row in rows])
 
 
 def test_columns_that_no_sample_has_are_not_stored(tmp_path: Path) -> None:
@@ -122,27 +117,45 @@ def test_few_rows_are_few_bytes(tmp_path: Path) -> None:
     path = tmp_path / "f"
     write_samples(path, samples)
     size, row, footers = path.stat().st_size, 4 * 2000 + 1000 / 8, 8_000
-    read_alone(path, [0])  # imports and caches out of the way
-    assert bytes_read(lambda: read_rows(path, range(640))) > 0.9 * size
-    assert bytes_read(lambda: read_alone(path, [320, 322])) < 1.1 * 2 * row + footers
+    cells = parquet_index.read_places(index_path(path)).cells(0)
+
+    def read(*rows: int) -> object:
+        return parquet_read.read_part([path], {row: row for row in rows}, cells)
+
+    read(0)  # imports and caches out of the way
+    assert bytes_read(lambda: read(*range(640))) > 0.9 * size
+    assert bytes_read(lambda: read(320, 322)) < 1.1 * 2 * row + footers
     assert bytes_read(lambda: read_index(path)) < footers
-    assert bytes_read(lambda: read_alone(path, [])) < footers
+    assert bytes_read(lambda: read()) < footers
 
 
-def test_chunks_are_one_plain_page(tmp_path: Path) -> None:
-    """Where a row is follows from that; a part written by something else is read as a whole."""
+@pytest.mark.parametrize(
+    ("options", "stored"),
+    [
+        ({"compression": "zstd", "use_dictionary": False}, "ZSTD"),
+        ({"compression": "none", "use_dictionary": True}, "RLE_DICTIONARY"),
+        ({"compression": "none", "use_dictionary": False, "column_encoding": {
+            "group_id": "DELTA_BINARY_PACKED"}}, "DELTA_BINARY_PACKED"),
+        ({"compression": "none", "use_dictionary": False, "column_encoding": {
+            "reward": "BYTE_STREAM_SPLIT"}}, "BYTE_STREAM_SPLIT"),
+    ],
+)  # fmt: skip
+def test_parts_are_plain_and_uncompressed_or_refused(
+    tmp_path: Path, options: dict[str, Any], stored: str
+) -> None:
+    """Where a row is follows from that."""
     path = tmp_path / "f"
-    samples = random_samples(60, seed=2)
-    write_samples(path, samples)
-    pq.write_table(pq.read_table(path), path, store_schema=False)  # compressed, with dictionaries
-    assert_same_samples(read_alone(path, [40, 2]), [samples[40], samples[2]])
+    write_samples(path, random_samples(60, seed=2))
+    pq.write_table(pq.read_table(path), path, store_schema=False, **options)
+    with pytest.raises(RolloutDataError, match=f"stored as .*{stored}.*, not uncompressed and pl"):
+        read_rows(path, [40, 2])
 
 
 def test_no_such_row(tmp_path: Path) -> None:
     write_samples(tmp_path / "f", golden_samples())
     for row in (4, -1):
         with pytest.raises(ValueError, match=f"no row {row}; the batch has rows 0 to 3"):
-            parquet_read.read_places(index_path(tmp_path / "f")).by_part([0, row])
+            parquet_index.read_places(index_path(tmp_path / "f")).by_part([0, row])
     with pytest.raises(RolloutDataError, match="row 4 should be at position 4 of 4"):
         read_rows(tmp_path / "f", [4])
 
@@ -168,7 +181,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     table = pq.read_table(path)
     columns = {name: table.column(name).combine_chunks() for name in table.column_names}
     change(columns)
-    pq.write_table(pa.table(columns), path, store_schema=False)
+    write_plain(pa.table(columns), path)
 
 
 def int_lists(values: list[list[int | None] | None]) -> Any:
@@ -203,7 +216,7 @@ def test_sizes_of_cells_that_are_no_numbers_are_named(tmp_path: Path) -> None:
     write_samples(path, golden_samples())
     rewrite(index_path(path), lambda c: c.update({"cells/values": pa.array(["a"] * 4)}))
     with pytest.raises(RolloutDataError, match="column cells/values has type string, not int32"):
-        parquet_read.read_places(index_path(path))
+        parquet_index.read_places(index_path(path))
 
 
 def test_an_index_without_the_sizes_of_a_column_is_an_error(tmp_path: Path) -> None:
@@ -211,7 +224,7 @@ def test_an_index_without_the_sizes_of_a_column_is_an_error(tmp_path: Path) -> N
     write_samples(path, golden_samples())
     rewrite(index_path(path), lambda c: c.pop("cells/values"))
     with pytest.raises(RolloutDataError, match="how large the cells of column values are"):
-        read_alone(path, [0])
+        read_rows(path, [0])
 
 
 @pytest.mark.parametrize(
@@ -220,11 +233,12 @@ def test_an_index_without_the_sizes_of_a_column_is_an_error(tmp_path: Path) -> N
         ("tokens", None, "column tokens is missing"),
         ("tokens", pa.array([[1.0]] * 4), "column tokens has type list<.*double>, not list"),
         ("values", pa.array([1.0] * 4), "column values has type double, not list"),
-        ("tokens", int_lists([[6] * 7, [15, None], [1], [1]]), "column tokens has an empty entry"),
-        ("tokens", int_lists([[6] * 7, [15] * 6, None, [1]]), "row 2, column tokens is empty"),
-        ("tokens", int_lists([[6] * 7, [15] * 6, [1], [1]]), "row 2 .*loss_mask: response and"),
-        ("row", pa.array([0, 1, 3, 2]), "position 2 holds row 3, the index says row 2"),
-        ("rollout_id", pa.array([0, -9, 1, 2]), "row 1 .*rollout_id: -9 is negative"),
+        ("tokens", int_lists([[6], [15], [1], [1]]), "column tokens is smaller than the index"),
+        ("tokens", int_lists([[6] * 7, [15] * 6, [1] * 4, [1] * 3]), "row 0, column tokens is dam"),
+        ("checksums", None, "column checksums is missing"),
+        ("checksums", pa.array([b"a"] * 4), "column checksums has type binary, not fixed_size"),
+        ("row", pa.array([0, 1, 3, 2]), "row 2, column row is damaged"),
+        ("rollout_id", pa.array([0, -9, 1, 2]), "row 1, column rollout_id is damaged"),
     ],
 )
 def test_wrong_columns_of_a_part_are_named(
@@ -243,14 +257,15 @@ def test_row_numbers_are_those_of_the_batch(tmp_path: Path) -> None:
     parts = Parts.of(70, [[66, 1], [40]])
     assert [len(rows) for rows in parts.rows] == [2, 1, 67]
     path = tmp_path / "f"
-    with open(path, "wb") as file:
+    with open(path, "wb") as file, open(index_path(path), "wb") as index:
         parquet_write.write_part(file, [samples[66], samples[1]], parts.rows[0])
-    assert_same_samples(
-        list(parquet_read.read_part([path], {1: 1, 66: 0}).values()), [samples[1], samples[66]]
-    )
+        parquet_write.write_index(index, samples, parts.places)
+    cells = parquet_index.read_places(index_path(path)).cells(0)
+    found = parquet_read.read_part([path], {1: 1, 66: 0}, cells)
+    assert_same_samples([found[1], found[66]], [samples[1], samples[66]])
     rewrite(path, lambda c: c.update({"group_id": pa.array([-5, 0])}))
-    with pytest.raises(RolloutDataError, match="row 66 .*group_id: -5 is negative"):
-        parquet_read.read_part([path], {66: 0})
+    with pytest.raises(RolloutDataError, match="row 66, column group_id is damaged"):
+        parquet_read.read_part([path], {66: 0}, cells)
 
 
 @pytest.mark.parametrize("parts", [[[0, 1], [1]], [[4]], [[-1]]])
@@ -274,9 +289,9 @@ def test_every_truncation_is_named(tmp_path: Path) -> None:
                 read_index(path)
 
 
-@pytest.mark.parametrize("read", [read_rows, read_alone])
+@pytest.mark.parametrize("step", [1, 2])
 def test_flipped_bytes_are_named_or_harmless(
-    tmp_path: Path, read: Callable[[Path, Sequence[int]], list[Sample]]
+    tmp_path: Path, step: int
 ) -> None:
     """Checksums find damaged data; what is not found must not change a value."""
     path = tmp_path / "f"
@@ -286,19 +301,19 @@ def test_flipped_bytes_are_named_or_harmless(
     footer = int.from_bytes(content[-8:-4], "little")
     rng = np.random.default_rng(0)
     num_named = 0
-    wanted = range(40) if read is read_rows else range(0, 40, 2)
+    wanted = range(0, 40, step)
     for position in rng.integers(4, len(content) - footer - 8, 80):
         damaged = bytearray(content)
         damaged[position] ^= 1 << rng.integers(8)
         path.write_bytes(damaged)
         try:
-            found = read(path, wanted)
+            found = read_rows(path, wanted)
         except RolloutDataError as error:
             assert str(path) in str(error)
             num_named += 1
         else:
             assert_same_samples(found, [samples[row] for row in wanted])
-    assert num_named > (40 if read is read_rows else 20)
+    assert num_named > (40 if step == 1 else 20)
 
 
 def test_a_damaged_footer_never_gets_through_as_another_error(tmp_path: Path) -> None:
