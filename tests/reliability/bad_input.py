@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_dynbatch import errors
 from megatron_dynbatch.hooks.arguments import imply
 from megatron_dynbatch.hooks.horizon import check_unknown_total
 from megatron_dynbatch.hooks.loss import weighted_output
@@ -181,7 +184,17 @@ def _logits_without_keyword(path: Path) -> object:
     return weighted_output(torch.zeros(1, 3, 8), micro_batch)
 
 
+def _without_torch(path: Path) -> object:
+    kept = sys.modules["torch"]
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        return runpy.run_path(str(Path(errors.__file__).with_name("_torch.py")))
+    finally:
+        sys.modules["torch"] = kept
+
+
 RUNS: dict[str, BadInput] = {
+    "a part that computes, without torch": _without_torch,
     "ranks with two learning rates": _disagree,
     "a rank that does not come": lambda path: _two_ranks()[0].compare({"plan": "a"}),
     "a rank that was restarted alone": _restarted,
