@@ -12,5 +12,6 @@ except ModuleNotFoundError as error:
         raise
     raise MissingPackage(
         "this part of megatron_dynbatch needs torch: pip install 'megatron-dynbatch[torch]' "
-        "(with megatron-core: 'megatron-dynbatch[megatron]')"
+        "(with megatron-core: 'megatron-dynbatch[megatron]')",
+        name="torch",
     ) from None

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_dynbatch import quiet
+from megatron_dynbatch.errors import MissingPackage
 
 USAGE = """\
 usage: python -m megatron_dynbatch.run [options] script.py [arguments of the script …]
@@ -174,7 +175,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # A script inside a Megatron checkout must find that Megatron, and so must the hooks.
         with seen_by_target(launch):
-            prepare(launch.cpu)
+            try:
+                prepare(launch.cpu)
+            except MissingPackage as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
             run_target(launch)
     except BaseException as error:
         if log is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):

@@ -10,7 +10,7 @@ import megatron_dynbatch
 from megatron_dynbatch.errors import OptionError
 
 DESCRIPTION = """\
-Copies the examples into DIR/examples: scripts for Megatron's pretrain, a loop of your own, GRPO in
+Copies scripts into DIR/examples, complete ones for Megatron's pretrain, a loop of your own, GRPO in
 turns and with Ray, and the demo. Commands that begin with `examples` in this package's pages run in
 DIR then, as they do in a checkout.
 """

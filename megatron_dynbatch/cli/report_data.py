@@ -28,12 +28,14 @@ class RunData:
         reports: One per step, by iteration; of a step that ran again the later one.
         rewards: Batch → mean reward of its rollouts.
         rollouts: The rollout directory, if it is there.
+        plans: Batch → its plan, or None; those that were asked for.
     """
 
     folder: Path
     reports: list[StepReport]
     rewards: dict[int, float] = field(default_factory=dict)
     rollouts: RolloutDirectory | None = None
+    plans: dict[int, Plan | None] = field(default_factory=dict)
 
 
 def read_run(
@@ -146,21 +148,27 @@ def plan_of_step(run: RunData, report: StepReport) -> Plan | None:
     The plan that lies beside the batch, or the one that the trainer made from its published layout:
     planning is deterministic. Batches with samples carried over from the one before have neither.
     """
-    directory = run.rollouts
-    if directory is None or not _is_present(directory, report.batch_id):
-        return None
-    published = read_layout(directory)
-    if published is None:
-        return None
-    index, text = directory.index(report.batch_id), directory.plan_json(report.batch_id)
-    try:
-        plan = checked_plan(text, index, *published) if text else make_plan(index, *published)
-    except ValueError:
-        plan = make_plan(index, *published)
-    if report.step_index >= len(plan.steps):
+    if report.batch_id not in run.plans:
+        run.plans[report.batch_id] = _plan_of_batch(run, report.batch_id)
+    plan = run.plans[report.batch_id]
+    if plan is None or report.step_index >= len(plan.steps):
         return None
     step = plan.steps[report.step_index]
     same = (step.num_samples, step.num_microbatches) == (
         report.num_samples, report.num_microbatches,
     )  # fmt: skip
     return plan if same else None
+
+
+def _plan_of_batch(run: RunData, batch_id: int) -> Plan | None:
+    directory = run.rollouts
+    if directory is None or not _is_present(directory, batch_id):
+        return None
+    published = read_layout(directory)
+    if published is None:
+        return None
+    index, text = directory.index(batch_id), directory.plan_json(batch_id)
+    try:
+        return checked_plan(text, index, *published) if text else make_plan(index, *published)
+    except ValueError:
+        return make_plan(index, *published)

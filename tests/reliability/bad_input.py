@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import runpy
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynbatch import errors
+from megatron_dynbatch.cli.main import build_parser
 from megatron_dynbatch.hooks.arguments import imply
 from megatron_dynbatch.hooks.horizon import check_unknown_total
 from megatron_dynbatch.hooks.loss import weighted_output
@@ -22,9 +24,15 @@ from megatron_dynbatch.layout import build_micro_batch
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, make_plan
 from megatron_dynbatch.plan.handshake import read_layout
 from megatron_dynbatch.plan.splitters import find_splitter
-from megatron_dynbatch.rollouts import RolloutQueue, SampleIndex, open_transport
+from megatron_dynbatch.rollouts import (
+    RolloutDirectory,
+    RolloutQueue,
+    SampleIndex,
+    open_transport,
+)
 from megatron_dynbatch.rollouts.flow import wait_for_room, wait_for_weights
 from megatron_dynbatch.steps import Cursor, Exchange, Staleness, StepFeed
+from tests.cli.run_folder import write_run
 from tests.reliability.bad_data import OPTIONS, SAMPLES, STORAGE, BadInput, good, noted
 
 
@@ -132,6 +140,48 @@ OPTION_ERRORS: dict[str, BadInput] = {
 }
 
 
+def command(*words: str) -> BadInput:
+    """`megatron-dynbatch` with these words, in an empty folder; HERE stands for the folder."""
+
+    def run(path: Path) -> object:
+        argv = [word.replace("HERE", str(path)) for word in words]
+        args = build_parser(argv).parse_args(argv)
+        return args.run(args)
+
+    return run
+
+
+def _past_the_end(path: Path) -> object:
+    directory = RolloutDirectory(path)
+    directory.write([good()])
+    directory.finish()
+    return command("plan", "--rollouts", "HERE", "--batch", "5")(path)
+
+
+def _run_folder(with_rollouts: bool) -> BadInput:
+    def fit(path: Path) -> object:
+        write_run(path, num_batches=1)
+        if not with_rollouts:
+            shutil.rmtree(path / "rollouts")
+        return command("fit-cost", "HERE")(path)
+
+    return fit
+
+
+_ONE_STEP = ("plan", "--distribution", "A", "--plot", "HERE/a.png", "--step", "3")
+COMMANDS: dict[str, BadInput] = {
+    "plan of a directory that is not there": command("plan", "--rollouts", "HERE/none"),
+    "plan of a batch that is not there yet": command("plan", "--rollouts", "HERE"),
+    "plan of a batch past the end": _past_the_end,
+    "plan of a file that is not there": command("plan", "--lengths", "HERE/none.jsonl"),
+    "picture of a step that is not there": command(*_ONE_STEP),
+    "a fit of nothing": command("fit-cost", "HERE/none"),
+    "a fit of too few steps": _run_folder(with_rollouts=True),
+    "a fit without rollouts": _run_folder(with_rollouts=False),
+    "examples over others": lambda path: [command("examples", "HERE")(path) for _ in range(2)],
+}
+
+
 def _other_steps(path: Path) -> object:
     return replace(Cursor(), step_index=1, steps_digest="a").in_batch({}, "b")
 
@@ -209,7 +259,9 @@ RUNS: dict[str, BadInput] = {
     "logits without keyword": _logits_without_keyword,
 }
 
-BAD_INPUT: dict[str, BadInput] = SAMPLES | STORAGE | PLANS | OPTION_ERRORS | RESUMES | RUNS
+BAD_INPUT: dict[str, BadInput] = {
+    **SAMPLES, **STORAGE, **PLANS, **OPTION_ERRORS, **COMMANDS, **RESUMES, **RUNS
+}  # fmt: skip
 
 # Messages of the page that whole trainings show, and where.
 SHOWN_ELSEWHERE = {
@@ -220,4 +272,5 @@ SHOWN_ELSEWHERE = {
     "the loss function must return one scalar": "tests/hooks/test_loss.py",
     "rank … (DP rank …): the loss of step": "tests/reliability/test_numbers.py",
     "this Megatron does not match": "tests/hooks/test_sites.py",
+    "megatron_dynbatch.install() hooks": "tests/versions/test_imports.py",
 }
