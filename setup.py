@@ -1,9 +1,11 @@
 """What pyproject.toml cannot say: compiled kernels, the examples in the wheel, the readme's links.
 
 Without nvcc and NVRTC the package installs all the same: kernels are then compiled at first use on
-a machine with a GPU, and everything else runs without them.
+a machine with a GPU, and everything else runs without them. MEGATRON_DYNBATCH_CUBINS=0 leaves them
+out, which makes a build fast.
 """
 
+import os
 import re
 import runpy
 import shutil
@@ -27,9 +29,10 @@ class BuildAll(build_py):
         super().run()
         if self.editable_mode:
             return
-        # By path: the package itself may import what a build does not have.
-        build = runpy.run_path(str(HERE / REDUCE / "build.py"))
-        build["build_cubins"](Path(self.build_lib) / REDUCE / "cubins")
+        if os.environ.get("MEGATRON_DYNBATCH_CUBINS") != "0":
+            # By path: the package itself may import what a build does not have.
+            build = runpy.run_path(str(HERE / REDUCE / "build.py"))
+            build["build_cubins"](Path(self.build_lib) / REDUCE / "cubins")
         target = Path(self.build_lib) / EXAMPLES
         shutil.rmtree(target, ignore_errors=True)
         no_bytecode = shutil.ignore_patterns("__pycache__")

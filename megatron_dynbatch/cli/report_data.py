@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.plan import Plan, make_plan
 from megatron_dynbatch.plan.handshake import checked_plan, read_layout
 from megatron_dynbatch.report import StepReport
+from megatron_dynbatch.report.identity import read_identity
 from megatron_dynbatch.rollouts import RolloutDirectory
 
 _REWARD_NAMES = ("rollout/reward", "reward")
@@ -29,6 +31,7 @@ class RunData:
         rewards: Batch → mean reward of its rollouts.
         rollouts: The rollout directory, if it is there.
         plans: Batch → its plan, or None; those that were asked for.
+        identity: Command, layout, model and versions, see `report.identity`; empty if unknown.
     """
 
     folder: Path
@@ -36,6 +39,7 @@ class RunData:
     rewards: dict[int, float] = field(default_factory=dict)
     rollouts: RolloutDirectory | None = None
     plans: dict[int, Plan | None] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
 
 
 def read_run(
@@ -54,11 +58,17 @@ def read_run(
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such directory")
-    reports = _latest(_lines(steps or _find_steps(folder)))
+    file = steps or _find_steps(folder)
+    if not file.is_file():
+        raise OptionError(f"--steps {file}: no such file")
+    reports = _latest(_lines(file))
     if not reports:
         raise ValueError(f"{steps or folder}: no step has been reported yet")
+    if rollouts is not None and not rollouts.is_dir():
+        raise OptionError(f"--rollouts {rollouts}: there is no such directory")
     directory = RolloutDirectory(rollouts) if rollouts else _find_rollouts(folder, reports)
     run = RunData(folder, reports, _logged_rewards(folder), directory)
+    run.identity = read_identity(file)
     if directory is not None and not run.rewards:
         run.rewards = _stored_rewards(directory, {report.batch_id for report in reports})
     return run

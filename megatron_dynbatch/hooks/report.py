@@ -28,6 +28,7 @@ from megatron_dynbatch.report import (
     merge,
     reduce_over_ranks,
 )
+from megatron_dynbatch.report.identity import write_identity
 from megatron_dynbatch.report.step_line import step_line
 from megatron_dynbatch.steps import Step
 
@@ -49,6 +50,7 @@ def logged_batch_size(stock: int, frame: Mapping[str, Any]) -> int:
         if run.args.step_report:
             if run.writer is None:
                 run.writer = StepReportWriter(run.args.step_report)
+                write_identity(run.writer.path, run.args, run.layout.to_dict())
             run.writer.write(report)
         if quiet.is_on():
             quiet.tell(_line(run, report))

@@ -124,11 +124,12 @@ def test_other_commands_exist() -> None:
                 assert set(group.split(",")) <= extras, place
         elif rest[:1] == ["-m"]:
             assert find_spec(rest[1]) is not None, place
-        elif name.endswith((".sh", "python")) or name.startswith(("MEGATRON_LM=", "OUT=")):
+        elif name.endswith(("bash", ".sh", "python")) or name.startswith(("MEGATRON_LM=", "OUT=")):
             script = next(w for w in words if w.endswith((".sh", ".py")))
             assert (ROOT / script).is_file(), f"{place}: {script}"
         else:
-            assert name in ("git", "pre-commit"), f"{place}: {name!r} is not looked at by this test"
+            known = ("git", "pre-commit", "docker")
+            assert name in known, f"{place}: {name!r} is not looked at by this test"
 
 
 def test_the_page_of_flags_names_every_flag_and_command() -> None:

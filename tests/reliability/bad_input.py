@@ -168,6 +168,11 @@ def _run_folder(with_rollouts: bool) -> BadInput:
     return fit
 
 
+def _without_rollouts(path: Path) -> object:
+    write_run(path, num_batches=1)
+    return command("report", "HERE", "--rollouts", "HERE/none")(path)
+
+
 _ONE_STEP = ("plan", "--distribution", "A", "--plot", "HERE/a.png", "--step", "3")
 COMMANDS: dict[str, BadInput] = {
     "plan of a directory that is not there": command("plan", "--rollouts", "HERE/none"),
@@ -175,6 +180,8 @@ COMMANDS: dict[str, BadInput] = {
     "plan of a batch past the end": _past_the_end,
     "plan of a file that is not there": command("plan", "--lengths", "HERE/none.jsonl"),
     "picture of a step that is not there": command(*_ONE_STEP),
+    "a report of steps that are not there": command("report", "HERE", "--steps", "HERE/none"),
+    "a report with rollouts that are not there": _without_rollouts,
     "a fit of nothing": command("fit-cost", "HERE/none"),
     "a fit of too few steps": _run_folder(with_rollouts=True),
     "a fit without rollouts": _run_folder(with_rollouts=False),
