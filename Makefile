@@ -3,6 +3,8 @@
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
+# Where the standard library is enough.
+PYTHON3 ?= python3
 EXTRAS := megatron,demo,plot,ray,completion,docs,test
 INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
@@ -10,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help install test test-slow lint demo docs parity test-versions test-stock gpu-check bench-plan anneal \
-  report-check package-check audit plan-solver plan-versions fuzz kills memory soak clean
+  readme-numbers report-check package-check audit plan-solver plan-versions fuzz kills memory soak clean
 
 # Other releases that the tests train with; each lies in a folder of its own, torch is shared.
 OTHER_MEGATRONS := $(addprefix $(VENV)/megatron-core-,0.17.1 0.18.2)
@@ -29,6 +31,9 @@ test-slow: $(OTHER_MEGATRONS)  ## what test leaves out: other Megatron versions 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+readme-numbers:  ## figures of README and docs, from benchmarks/results
+	$(PYTHON3) -m benchmarks.readme_numbers
 
 parity: $(OTHER_MEGATRONS)  ## every layout and option of the parity suite; writes docs/parity.md
 	PARITY=full $(PYTEST) tests/parity

@@ -5,10 +5,17 @@ gathered, and each rank puts the same batch in its queue. The task, the agent an
 those of the demo (`examples.demo`): spelling words backward.
 
     torchrun --nproc-per-node 2 -m megatron_dynbatch.run --cpu --module examples.grpo_sync \
-        --dynamic-global-batch --rollout-path queue:grpo --rollouts-per-step batch \
-        --micro-batch-width variable --max-tokens-per-gpu 256 --train-samples 2000 …
+        --dynamic-global-batch --rollout-path queue:grpo --rollouts-per-step batch --groups 8 \
+        --max-tokens-per-gpu 256 --micro-batch-width variable \
+        --lr 1e-3 --lr-decay-style constant --train-samples 300 \
+        --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 \
+        --normalization RMSNorm --swiglu --disable-bias-linear \
+        --untie-embeddings-and-output-weights --max-position-embeddings 512 \
+        --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 32 \
+        --make-vocab-size-divisible-by 16 --eval-iters 0 --step-report runs/grpo/steps.jsonl
 
-Real size, an 8B model on 8 GPUs (the sampler in `make_rollouts` is then an engine's):
+Real size, an 8B model on 8 GPUs. It plays the same game; the task, and the sampler in
+`make_rollouts`, are where your own and an engine's go:
 
     torchrun --nproc-per-node 8 -m megatron_dynbatch.run --module examples.grpo_sync \
         --dynamic-global-batch --rollout-path queue:grpo --rollouts-per-step batch --groups 64 \
@@ -33,13 +40,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.training import get_args
+from megatron.training import get_args, get_tokenizer
 from torch import Tensor
 
 import megatron_dynbatch
 from examples.demo.agent import Episode, group_advantages, play, to_samples
 from examples.demo.generator import Generator
-from examples.demo.task import VOCAB_SIZE, Spelling
+from examples.demo.task import Spelling
 from examples.demo.weights import full_weights
 from examples.tiny_gpt import train_gpt
 from megatron_dynbatch import MicroBatch
@@ -62,7 +69,11 @@ def make_rollouts(cursor: Cursor, model: Sequence[Any]) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     seed = (args.word_seed * 1_000_003 + cursor.batch_id) * size + rank
     sampler = Generator(
-        full_weights(model), args.num_attention_heads, torch.Generator().manual_seed(seed)
+        full_weights(model),
+        args.num_attention_heads,
+        torch.Generator().manual_seed(seed),
+        rotary_base=args.rotary_base,
+        vocab_size=get_tokenizer().vocab_size,
     )
     first = cursor.batch_id * args.groups
     words = Spelling(args.word_seed, size=100_000)
@@ -70,7 +81,7 @@ def make_rollouts(cursor: Cursor, model: Sequence[Any]) -> None:
     shares: list[list[Episode]] = [[] for _ in range(size)]
     dist.all_gather_object(shares, own)
     episodes = [episode for share in shares for episode in share]
-    queue = open_transport(args.rollout_path, vocab_size=VOCAB_SIZE)
+    queue = open_transport(args.rollout_path, vocab_size=get_tokenizer().vocab_size)
     queue.write(to_samples(episodes, group_advantages(episodes)))
     queue.delete_before(cursor.batch_id)  # trained; the queue keeps no more than it must
 

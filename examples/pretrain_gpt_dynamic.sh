@@ -33,6 +33,7 @@ set -euo pipefail
 
 here="$(cd "$(dirname "$0")/.." && pwd)"
 python="${PYTHON:-$here/.venv/bin/python}"
+[ -x "$python" ] || python="${PYTHON:-python3}"
 out="${OUT:-$here/runs/pretrain_gpt_dynamic}"
 script="${MEGATRON_LM:+$MEGATRON_LM/pretrain_gpt.py}"
 script="${script:-$here/examples/pretrain_gpt_sft.py}"

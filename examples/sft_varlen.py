@@ -26,7 +26,17 @@ Real size, an 8B model on 8 GPUs:
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model /shared/model --eval-iters 0 \
         --load /shared/checkpoint --finetune --save /shared/run --save-interval 100
 
-On a CPU: torchrun --nproc-per-node 2 -m megatron_dynbatch.run --cpu examples/sft_varlen.py …
+On a CPU, with a file of a few such lines; text is its UTF-8 bytes where there is no tokenizer:
+
+    torchrun --nproc-per-node 2 -m megatron_dynbatch.run --cpu examples/sft_varlen.py \
+        --dynamic-global-batch --rollout-path runs/sft/rollouts \
+        --chat-jsonl chats.jsonl --rollouts-per-step batch \
+        --step-splitter tokens --tokens-per-step 2048 \
+        --max-tokens-per-gpu 1024 --micro-batch-width variable --loss-reduction token \
+        --lr 1e-3 --lr-decay-style constant --train-samples 100 \
+        --num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 1024 \
+        --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 \
+        --eval-iters 0 --step-report runs/sft/steps.jsonl
 """
 
 import itertools
@@ -56,13 +66,26 @@ def add_arguments(parser):
     return parser
 
 
-def to_sample(messages, tokenizer, message_format):
+def text_encoder(tokenizer):
+    """Text → token ids. Megatron's NullTokenizer knows no text: ids are then UTF-8 bytes."""
+    args = get_args()
+    if args.tokenizer_type != "NullTokenizer":
+        return tokenizer.tokenize
+    if tokenizer.vocab_size < 257:
+        raise ValueError(
+            f"--vocab-size {tokenizer.vocab_size}: text as UTF-8 bytes and an end need 257 ids; "
+            "give --vocab-size 257, or a tokenizer (--tokenizer-type, --tokenizer-model)"
+        )
+    return lambda text: list(text.encode())
+
+
+def to_sample(messages, encode, eod, message_format):
     """One conversation as a sample whose loss mask is 1 where the assistant speaks."""
     tokens, mask = [], []
     for message in messages:
-        own = list(tokenizer.tokenize(message_format.format(**message)))
+        own = list(encode(message_format.format(**message)))
         is_trained = message["role"] == "assistant"
-        own += [tokenizer.eod] * is_trained
+        own += [eod] * is_trained
         tokens += own
         mask += [int(is_trained)] * len(own)
     if not any(mask[1:]):
@@ -77,13 +100,14 @@ def write_conversations(cursor, model):
     if args.chat_jsonl is None or cursor.batch_id > 0 or dist.get_rank() > 0:
         return
     directory, tokenizer = RolloutDirectory(args.rollout_path), get_tokenizer()
+    encode = text_encoder(tokenizer)
 
     def samples():
         with open(args.chat_jsonl, encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     messages = json.loads(line)["messages"]
-                    yield to_sample(messages, tokenizer, args.message_format)
+                    yield to_sample(messages, encode, tokenizer.eod, args.message_format)
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(f"{args.chat_jsonl}, line {number}: {error!r}") from error
 

@@ -23,3 +23,7 @@ class LossFunctionError(DynbatchError, ValueError):
 
 class NonFiniteLossError(DynbatchError, FloatingPointError):
     """NaN or infinity in the loss at a trained token; names sample, rollout and rank."""
+
+
+class MissingPackage(DynbatchError, ModuleNotFoundError):
+    """A package that this part needs is not installed; the message has the pip line."""

@@ -1,12 +1,13 @@
 """Run an unmodified pretrain script with the plugin installed.
 
-    python -m megatron_dynbatch.run [--cpu] script.py [arguments of the script …]
-    python -m megatron_dynbatch.run [--cpu] --module package.module [arguments …]
+    python -m megatron_dynbatch.run [options] script.py [arguments of the script …]
+    python -m megatron_dynbatch.run [options] --module package.module [arguments …]
     torchrun --nproc-per-node N -m megatron_dynbatch.run …
 
 The hooks are installed before the script is imported, so names that it imports from Megatron are
 the hooked ones. The script sees `sys.argv`, `sys.path[0]` and `__main__` as if it had been started
-directly; the plugin's flags are Megatron's and stand among the script's arguments.
+directly; the plugin's flags are Megatron's and stand among the script's arguments. Megatron's own
+lines go to a file (`quiet`) unless --verbose is given.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_dynbatch import quiet
+from megatron_dynbatch.errors import MissingPackage
+
 USAGE = """\
-usage: python -m megatron_dynbatch.run [--cpu] script.py [arguments of the script …]
-       python -m megatron_dynbatch.run [--cpu] --module package.module [arguments …]
+usage: python -m megatron_dynbatch.run [options] script.py [arguments of the script …]
+       python -m megatron_dynbatch.run [options] --module package.module [arguments …]
 
   --cpu            run the real Megatron on the CPU, over gloo
+  --verbose        show all that Megatron prints, not only a line per step and errors
+  --log-dir DIR    where Megatron's lines go otherwise (default: megatron-log beside --step-report
+                   or in --save, else a temporary folder)
   --module NAME    run a module instead of a file, like python -m
   -h, --help       show this (after the script's name: the script's own help)
 """
@@ -41,12 +48,16 @@ class Launch:
         is_module: Which of the two.
         arguments: Arguments of the script, untouched.
         cpu: Whether to run on the CPU.
+        verbose: Whether all that Megatron prints is shown.
+        log_dir: Folder for Megatron's lines; None: one is chosen.
     """
 
     target: str
     is_module: bool
     arguments: tuple[str, ...]
     cpu: bool
+    verbose: bool = False
+    log_dir: str | None = None
 
 
 def parse_launch(argv: Sequence[str]) -> Launch | None:
@@ -61,31 +72,40 @@ def parse_launch(argv: Sequence[str]) -> Launch | None:
     Raises:
         ValueError: An unknown option before the script, or no script.
     """
-    cpu = False
+    cpu = verbose = False
+    log_dir = module = None
     rest = list(argv)
-    while rest and rest[0].startswith("-"):
+    while rest and rest[0].startswith("-") and module is None:
         option = rest.pop(0)
         name, has_value, value = option.partition("=")
+        if name in ("--module", "--log-dir") and not has_value and rest:
+            value = rest.pop(0)
         if option in ("-h", "--help"):
             return None
         if option == "--cpu":
             cpu = True
+        elif option == "--verbose":
+            verbose = True
+        elif name == "--log-dir":
+            if not value:
+                raise ValueError("--log-dir needs a folder")
+            log_dir = value
         elif name == "--module":
-            if not has_value and rest:
-                value = rest.pop(0)
             if not value:
                 raise ValueError("--module needs the dotted name of a module")
-            return Launch(value, True, tuple(rest), cpu)
+            module = value
         else:
             raise ValueError(
                 f"unknown option {option!r} before the script; options of the script and of "
                 "Megatron stand after the script's name"
             )
+    if module is not None:
+        return Launch(module, True, tuple(rest), cpu, verbose, log_dir)
     if not rest:
         raise ValueError("no script given; say which file to run, or --module with a module's name")
     if not os.path.isfile(rest[0]):
-        raise ValueError(f"there is no file {rest[0]!r} to run")
-    return Launch(rest[0], False, tuple(rest[1:]), cpu)
+        raise ValueError(f"there is no file {rest[0]!r} to run, seen from {os.getcwd()}")
+    return Launch(rest[0], False, tuple(rest[1:]), cpu, verbose, log_dir)
 
 
 def prepare(cpu: bool) -> None:
@@ -151,10 +171,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launch is None:
         print(f"{USAGE}\nexamples:\n{EXAMPLES}")
         return 0
-    # A script inside a Megatron checkout must find that Megatron, and so must the hooks.
-    with seen_by_target(launch):
-        prepare(launch.cpu)
-        run_target(launch)
+    log = None if launch.verbose else quiet.start(launch.arguments, launch.log_dir)
+    try:
+        # A script inside a Megatron checkout must find that Megatron, and so must the hooks.
+        with seen_by_target(launch):
+            try:
+                prepare(launch.cpu)
+            except MissingPackage as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            run_target(launch)
+    except BaseException as error:
+        if log is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            print(f"[megatron_dynbatch] Megatron's own lines: {log}", file=sys.stderr)
+        raise
+    finally:
+        quiet.stop()
     return 0
 
 

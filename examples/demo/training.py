@@ -79,7 +79,7 @@ def train(
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc-per-node={num_processes}",
-        "-m", "megatron_dynbatch.run", "--cpu", *launch,
+        "-m", "megatron_dynbatch.run", "--cpu", "--verbose", *launch,
     ]  # fmt: skip
     variables = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
     seen = len(read_json_lines(report_file))

@@ -10,9 +10,11 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_dynbatch.cli.console import styled
 from megatron_dynbatch.cli.environment import Check, environment
+from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory
 
 DESCRIPTION = """\
 Shows versions, every place of Megatron that the plugin hooks into, and who else changed it. With
@@ -65,11 +67,8 @@ def examine(
         cpu: Whether it will run on the CPU.
         imports: Modules of other plugins to import first.
     """
-    if cpu:
-        from megatron_dynbatch.cpu import enable
-
-        enable()
-    report = {"environment": environment()}
+    runner = [_cpu_runner()] if cpu else []
+    report = {"environment": [*environment(), *runner]}
     if any(check.problem for check in report["environment"]):
         return report  # hooks in half a Megatron say nothing
     for module in imports:
@@ -79,6 +78,16 @@ def examine(
     if arguments:
         report["command line"] = command_line(arguments)
     return report
+
+
+def _cpu_runner() -> Check:
+    try:
+        from megatron_dynbatch.cpu import enable
+
+        enable()
+    except (ImportError, ValueError) as error:
+        return Check("CPU runner", "cannot run", str(error))
+    return Check("CPU runner", "ready")
 
 
 def _import(module: str) -> None:
@@ -133,27 +142,40 @@ def command_line(arguments: Sequence[str]) -> list[Check]:
         return [Check("arguments", "not accepted", str(error))]
     if not args.dynamic_global_batch:
         return [Check("--dynamic-global-batch", "not given: the plugin changes nothing")]
+    path = rollout_path(args.rollout_path, getattr(args, "wait_for_path", False))
     reasons = refusals(args)
     if not reasons:
-        return [Check("--dynamic-global-batch", "nothing is refused"), *_rollout_path(args)]
-    return [Check(reason.partition(":")[0], "refused", reason) for reason in reasons]
+        return [Check("--dynamic-global-batch", "nothing is refused"), path]
+    return [Check(reason.partition(":")[0], "refused", reason) for reason in reasons] + [path]
 
 
-def _rollout_path(args: argparse.Namespace) -> list[Check]:
-    """Whether a directory of rollouts is there; queues and Ray are asked by the training alone."""
-    from megatron_dynbatch.rollouts import RolloutDirectory
+def rollout_path(text: str, may_come: bool = False) -> Check:
+    """What is at --rollout-path.
 
-    path = args.rollout_path
-    if path.startswith(("ray:", "queue:")):
-        return []
+    Args:
+        text: The path.
+        may_come: Whether training waits for a directory that is not there.
+    """
+    name = "--rollout-path"
+    if text.startswith("queue:"):
+        return Check(name, f"{text}: a queue of the training's own process")
+    if text.startswith("ray://"):
+        return Check(name, f"{text}: not looked into")
+    folder = Path(text)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "there is no such directory"
+        advice = f"{name} {text}: {what} (seen from {Path.cwd()}); is it the writer's?"
+        return Check(name, f"{text}: {what}", None if may_come and not folder.exists() else advice)
     try:
-        is_there = RolloutDirectory(path, open_timeout=0.0).is_there()
-    except ValueError as error:
-        return [Check("--rollout-path", "something else", str(error))]
-    if is_there:
-        return [Check("--rollout-path", f"{path} is there")]
-    how_long = "--batch-timeout" if args.wait_for_path else "a minute (--wait-for-path: longer)"
-    return [Check("--rollout-path", f"{path} is not there; training waits for it for {how_long}")]
+        found = RolloutDirectory(folder, open_timeout=0.0).state(0)
+    except RolloutDataError as error:
+        return Check(name, f"{text}: cannot be used", f"{name} {error}")
+    words = {
+        "present": "batches are there",
+        "absent": "no batch is there yet",
+        "end": "closed without a batch",
+    }
+    return Check(name, f"{text}: {words[found]}")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

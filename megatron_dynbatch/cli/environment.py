@@ -28,26 +28,51 @@ class Check:
 
 
 def environment() -> list[Check]:
-    """Versions of everything that matters here; imports torch and Megatron."""
+    """Versions of everything that matters here; imports torch and Megatron, if they are there."""
+    has_torch = find_spec("torch") is not None
     return [
         Check("megatron_dynbatch", f"{__version__} ({Path(__file__).parents[1]})"),
         Check("python", sys.version.split()[0]),
-        *_megatron(),
-        *_torch(),
+        _optional("numpy", "numpy", "not installed"),
+        _optional("pyarrow", "pyarrow", "not installed"),
+        *(_megatron() if has_torch else [_megatron_unseen()]),
+        *(_torch() if has_torch else [_no_torch()]),
         _optional("transformer-engine", "transformer_engine",
                   "not installed; Megatron runs with --transformer-impl local"),
         _optional("apex", "apex", "not installed; Megatron uses torch's fused optimizers"),
         _optional("ray", "ray", "not installed; rollouts come from a directory"),
-        _kernels(),
+        _optional("matplotlib", "matplotlib",
+                  "not installed; pictures need it: pip install 'megatron-dynbatch[plot]'"),
+        *([_kernels()] if has_torch else []),
     ]
+
+
+def _no_torch() -> Check:
+    return Check(
+        "torch", "not installed",
+        "torch is missing: rollouts and plans work without it, training needs it: "
+        "pip install 'megatron-dynbatch[torch]', or the build for your GPUs from pytorch.org",
+    )
+
+
+def _megatron_unseen() -> Check:
+    try:
+        return Check("megatron-core", f"{version('megatron-core')}, cannot be looked into")
+    except PackageNotFoundError:
+        return Check("megatron-core", "not installed", _NO_MEGATRON)
+
+
+_NO_MEGATRON = (
+    "megatron-core is missing: pip install 'megatron-dynbatch[megatron]', or put a Megatron-LM "
+    "checkout on PYTHONPATH"
+)
 
 
 def _megatron() -> list[Check]:
     from megatron_dynbatch.hooks.registry import TESTED_VERSIONS
 
     if _missing("megatron.core"):
-        return [Check("megatron-core", "not installed",
-                      "install megatron-core, or put a Megatron-LM checkout on PYTHONPATH")]
+        return [Check("megatron-core", "not installed", _NO_MEGATRON)]
     from megatron.core import package_info
 
     core = _root("megatron.core")

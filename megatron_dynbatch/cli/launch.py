@@ -15,6 +15,8 @@ EXAMPLES = launcher.EXAMPLES
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What stands before the script; for completion, the launcher parses by itself."""
     parser.add_argument("--cpu", action="store_true", help="run on the CPU, over gloo")
+    parser.add_argument("--verbose", action="store_true", help="show all that Megatron prints")
+    parser.add_argument("--log-dir", metavar="DIR", help="where Megatron's lines go otherwise")
     parser.add_argument("--module", metavar="NAME", help="run a module, like python -m")
     parser.add_argument("script", nargs="?", help="the pretrain script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script, Megatron's too")
@@ -22,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run what the arguments name."""
-    flags = ["--cpu"] * args.cpu + (["--module", args.module] if args.module else [])
+    flags = ["--cpu"] * args.cpu + ["--verbose"] * args.verbose
+    for flag, value in (("--log-dir", args.log_dir), ("--module", args.module)):
+        flags += [flag, value] if value else []
     return launch([*flags, *filter(None, [args.script]), *args.arguments])
 
 

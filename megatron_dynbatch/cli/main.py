@@ -33,6 +33,7 @@ COMMANDS = {
     "doctor": Command("doctor", "versions, hooks, other plugins, refused flags"),
     "patch": Command("patch", "the hooks as a source patch for a Megatron-LM checkout"),
     "sites": Command("sites", "which hooked places moved in another Megatron-LM tree"),
+    "examples": Command("examples", "copy the example scripts into a folder"),
     "completion": Command("completion", "shell code that completes commands and flags"),
 }
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dynbatch.cli.plan_input import read_index
+from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.plan import CostModel, ParallelLayout, Plan, PlanOptions, make_plan
 from megatron_dynbatch.plan.distributions import DISTRIBUTIONS
+from megatron_dynbatch.plan.flags import COMMAND_FLAGS, options_as_typed
 from megatron_dynbatch.plan.options import (
     EMPTY_ROLLOUT_POLICIES,
     LEFTOVER_POLICIES,
@@ -20,6 +22,7 @@ from megatron_dynbatch.plan.options import (
     OVERSIZE_POLICIES,
 )
 from megatron_dynbatch.plan.summary import StepSummary, summarize
+from megatron_dynbatch.wording import counted
 
 DESCRIPTION = """\
 Plans a batch without training on it: from a rollout directory, from a Parquet or JSONL file of
@@ -27,7 +30,7 @@ lengths (columns length, and if there are any response_length, mask_sum, rollout
 or from a named distribution. Prints a row per step. M is micro-batches per DP rank, beside the
 fewest that any packing could need; balance is the most loaded rank over the bound of any
 placement; lock-step is what ranks pay that wait for each other at every micro-batch. Times are
-in the unit of the cost model.
+in seconds where --cost-alpha, --cost-beta and --cost-gamma come from `fit-cost`.
 """
 EXAMPLES = """\
   megatron-dynbatch plan --rollouts DIR --max-tokens-per-gpu 8192 --dp 8 --rollouts-per-step 64
@@ -95,10 +98,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan the batch and show what came out."""
     index = read_index(args)
-    layout = _layout(args)
-    options = _options(args, layout)
+    with options_as_typed(COMMAND_FLAGS):
+        layout = _layout(args)
+        options = _options(args, layout)
     start = time.perf_counter()
-    plan = make_plan(index, layout, options)
+    with options_as_typed(COMMAND_FLAGS):
+        plan = make_plan(index, layout, options)
     took = time.perf_counter() - start
     plan.check()
     steps = summarize(plan)
@@ -109,8 +114,17 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(plan, steps, took), indent=1))
     else:
-        _print_table(plan, steps, took)
+        _print_table(plan, steps, took, time_unit(args))
     return 0
+
+
+def time_unit(args: argparse.Namespace) -> str:
+    """What predicted times are in: seconds where a fitted cost model was given."""
+    if args.cost_function is not None:
+        return "cost"
+    default = CostModel()
+    given = args.cost_alpha, args.cost_beta, args.cost_gamma
+    return "tokens" if given == (default.alpha, default.beta, default.gamma) else "s"
 
 
 def _layout(args: argparse.Namespace) -> ParallelLayout:
@@ -168,11 +182,11 @@ def _as_json(plan: Plan, steps: list[StepSummary], took: float) -> dict[str, Any
     }
 
 
-def _print_table(plan: Plan, steps: list[StepSummary], took: float) -> None:
+def _print_table(plan: Plan, steps: list[StepSummary], took: float, unit: str) -> None:
     head = (
         f"{'step':>4} {'rollouts':>8} {'samples':>8} {'tokens':>11} {'M (bound)':>11} "
         f"{'fill':>6} {'balance':>8} {'lock-step':>9} {'dummies':>7} {'oversize':>8} "
-        f"{'time':>10} {'bubble':>7}"
+        f"{f'time ({unit})':>13} {'bubble':>7}"
     )
     print(head)
     for step in steps:
@@ -181,20 +195,28 @@ def _print_table(plan: Plan, steps: list[StepSummary], took: float) -> None:
         print(
             f"{step.step:>4} {step.num_rollouts:>8} {step.num_samples:>8} {step.num_tokens:>11} "
             f"{count:>11} {fill:>6} {step.balance:>8.4f} {step.lockstep:>9.4f} "
-            f"{step.num_dummies:>7} {step.num_oversize:>8} {step.seconds:>10.4g} "
+            f"{step.num_dummies:>7} {step.num_oversize:>8} {_time(plan, step, unit):>13} "
             f"{step.bubble:>7.1%}"
         )
     left = [
-        f"{len(rows)} samples {word}"
+        f"{counted(len(rows), 'sample')} {word}"
         for rows, word in ((plan.carried, "kept for the next batch"), (plan.dropped, "dropped"))
         if rows
     ]
     print(f"planned in {took * 1e3:.0f} ms" + "".join(f"; {words}" for words in left))
+    if unit == "tokens":
+        print("time: as long as so many tokens take without attention; seconds: fit-cost")
+
+
+def _time(plan: Plan, step: StepSummary, unit: str) -> str:
+    if unit == "tokens":
+        return f"{step.seconds / plan.options.cost.alpha:,.0f}"
+    return f"{step.seconds:.4g}"
 
 
 def _plot(plan: Plan, steps: list[StepSummary], number: int, path: Path) -> None:
     if not 0 <= number < len(steps):
-        raise ValueError(f"--step {number}: the plan has {len(steps)} steps")
+        raise OptionError(f"--step {number}: the plan has {counted(len(steps), 'step')}, from 0")
     try:
         from megatron_dynbatch.cli.plan_plot import draw_step
     except ImportError as error:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.plan import PlanError
 from megatron_dynbatch.plan.distributions import draw_lengths, draw_rollout_ids
-from megatron_dynbatch.rollouts import RolloutDirectory, SampleIndex
-from megatron_dynbatch.rollouts.kept import first_kept
+from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory, SampleIndex
 
+_BATCH = re.compile(r"batch-(\d+)$")
 # Columns of a file of lengths; the first of each that is there counts.
 COLUMNS = {
     "total_lengths": ("total_length", "length"),
@@ -31,8 +33,7 @@ def read_index(args: argparse.Namespace) -> SampleIndex:
         ValueError: The directory, the file or the distribution cannot be used; says why.
     """
     if args.rollouts is not None:
-        directory = RolloutDirectory(args.rollouts)
-        return directory.index(first_kept(directory) if args.batch is None else args.batch)
+        return _read_batch(RolloutDirectory(args.rollouts), args.batch)
     if args.lengths is not None:
         return _read_file(args.lengths)
     lengths = draw_lengths(args.distribution, args.num_samples, args.seed)
@@ -41,11 +42,41 @@ def read_index(args: argparse.Namespace) -> SampleIndex:
     return SampleIndex(lengths, lengths, lengths, rollout_ids, absent)
 
 
+def _read_batch(directory: RolloutDirectory, batch: int) -> SampleIndex:
+    """A batch that is there, without waiting for one that is not."""
+    path = directory.path
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "there is no such directory"
+        raise OptionError(f"--rollouts {path}: {what}; give one that rollouts were written to")
+    if batch < 0:
+        raise OptionError(f"--batch {batch}: batches are numbered from 0")
+    state = directory.state(batch)
+    if state == "present":
+        return directory.index(batch)
+    numbers = sorted(int(found[1]) for name in path.iterdir() if (found := _BATCH.match(name.name)))
+    held = [number for number in numbers if _is_present(directory, number)]
+    there = "no batch"
+    if held:
+        there = f"batch {held[0]}" if len(held) == 1 else f"batches {held[0]} to {held[-1]}"
+    ending = "and was closed after them" if state == "end" else "so far"
+    raise OptionError(f"--batch {batch}: {path} has {there} {ending}")
+
+
+def _is_present(directory: RolloutDirectory, batch: int) -> bool:
+    try:
+        return directory.state(batch) == "present"
+    except RolloutDataError:  # it was deleted after it had been trained
+        return False
+
+
 def _read_file(path: Path) -> SampleIndex:
     """A Parquet or JSONL file with a row per sample; `length` is the only column it needs."""
     if not path.is_file():
-        raise PlanError(f"{path}: no such file")
+        what = "is a directory" if path.is_dir() else "no such file"
+        raise OptionError(f"--lengths {path}: {what}")
     rows = _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+    if not rows:
+        raise PlanError(f"{path}: holds no lengths")
     lengths = _column(rows, "total_lengths", path, None)
     absent = np.full(lengths.size, -1, dtype=np.int64)
     responses = _column(rows, "response_lengths", path, lengths)

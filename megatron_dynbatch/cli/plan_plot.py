@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from megatron_dynbatch.plan import Plan
 from megatron_dynbatch.plan.step_time import pass_times
 from megatron_dynbatch.plan.summary import StepSummary, micro_batch_costs
+from megatron_dynbatch.wording import counted
 
 MOST_LINES = 48
 # The ends of the scale are too pale and too dark to see edges on.
@@ -26,7 +28,9 @@ IDLE = "#f1efec"
 Block = tuple[int, float, float, float, bool, bool]
 
 
-def draw_step(plan: Plan, summary: StepSummary, path: Path) -> None:
+def draw_step(
+    plan: Plan, summary: StepSummary, path: Path, name: str | None = None, width: float = 11.0
+) -> None:
     """Write the picture of one step.
 
     Without pipeline parallelism a line is a DP rank; with it, a pipeline stage of a DP rank,
@@ -36,6 +40,8 @@ def draw_step(plan: Plan, summary: StepSummary, path: Path) -> None:
         plan: The plan.
         summary: Figures of the step, its number among them.
         path: PNG (or any format that matplotlib knows by its ending).
+        name: What the title calls the step; default: its number in the plan.
+        width: Inches.
     """
     step = plan.steps[summary.step]
     costs = micro_batch_costs(plan, step)
@@ -44,7 +50,7 @@ def draw_step(plan: Plan, summary: StepSummary, path: Path) -> None:
         labels, blocks = _rank_blocks(costs, is_dummy, plan.layout.lockstep_ranks)
     else:
         labels, blocks = _stage_blocks(plan, costs, is_dummy)
-    figure = Figure(figsize=(11, 1.9 + 0.24 * max(4, len(labels))), layout="constrained")
+    figure = Figure(figsize=(width, 1.9 + 0.24 * max(4, len(labels))), layout="constrained")
     axes = figure.subplots()
     norm = Normalize(0, float(costs.max()))
     _draw_blocks(axes, blocks, norm)
@@ -55,7 +61,9 @@ def draw_step(plan: Plan, summary: StepSummary, path: Path) -> None:
     axes.set_xlabel(f"predicted time, in units of the cost model{passes}")
     axes.ticklabel_format(axis="x", useMathText=True)
     axes.set_facecolor(IDLE)
-    axes.set_title(_title(plan, summary), loc="left", fontsize=9)
+    title = _title(plan, summary, name or f"Step {summary.step}")
+    lines = [textwrap.fill(line, max(24, int(width * 12))) for line in title.splitlines()]
+    axes.set_title("\n".join(lines), loc="left", fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=axes, pad=0.01)
@@ -64,7 +72,7 @@ def draw_step(plan: Plan, summary: StepSummary, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _title(plan: Plan, summary: StepSummary) -> str:
+def _title(plan: Plan, summary: StepSummary, name: str) -> str:
     layout = plan.layout
     sizes = ", ".join(
         f"{name.upper()} {getattr(layout, name)}"
@@ -72,9 +80,10 @@ def _title(plan: Plan, summary: StepSummary) -> str:
         if getattr(layout, name) > 1
     )
     return (
-        f"Step {summary.step}: {summary.num_rollouts} rollouts, {summary.num_samples} samples, "
+        f"{name}: {counted(summary.num_rollouts, 'rollout')}, "
+        f"{counted(summary.num_samples, 'sample')}, "
         f"{summary.num_tokens:,} tokens on {sizes or 'one rank'}\n"
-        f"{summary.num_microbatches} micro-batches per rank (bound "
+        f"{counted(summary.num_microbatches, 'micro-batch')} per rank (bound "
         f"{summary.fewest_microbatches}), {summary.num_dummies} dummies, balance "
         f"{summary.balance:.4f}, lock-step {summary.lockstep:.4f}, idle {summary.bubble:.1%}"
     )

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dynbatch.wording import counted
+
 if TYPE_CHECKING:
     from megatron_dynbatch.cli.report_charts import Curve
     from megatron_dynbatch.cli.report_data import RunData
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Reads what a run left in RUN_DIR and writes report.html, which needs no other file, and its
 pictures as PNG: history.png (reward, loss, size and fill of the steps), times.png (measured against
-predicted step times), plan.png and samples.png (the plan of the largest step). RUN_DIR holds the
+predicted step times), plan.png and samples.png (the plan of the largest step), each also narrow for
+small screens. RUN_DIR holds the
 step reports (--step-report RUN_DIR/steps.jsonl), and may hold the rollout directory and JSONL files
 whose lines have batch_id and rollout/reward. Can be called while the training runs.
 """
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or args.run_dir / "report"
     out.mkdir(parents=True, exist_ok=True)
     write_report(data, out, args.title or f"Training run {data.folder.resolve().name}")
-    print(f"{len(data.reports)} steps: {out / 'report.html'}")
+    print(f"{counted(len(data.reports), 'step')}: {out / 'report.html'}")
     return 0
 
 
@@ -70,12 +73,18 @@ def write_report(data: RunData, out: Path, title: str) -> None:
         out: Existing folder.
         title: Of the page.
     """
-    from megatron_dynbatch.cli.report_charts import draw_history
+    from megatron_dynbatch.cli.report_charts import NARROW, WIDE, draw_history
     from megatron_dynbatch.cli.report_page import section, write_page
 
-    draw_history(out / "history.png", data.reports, curves_of(data))
-    history = section("", png=out / "history.png", alt="reward, loss, size and fill of the steps")
-    sections = [history, times_section(data.reports, out), *plan_sections(data, out)]
+    for name, width in (("history", WIDE), ("history-narrow", NARROW)):
+        draw_history(out / f"{name}.png", data.reports, curves_of(data), width)
+    history = section(
+        "", png=out / "history.png", narrow=out / "history-narrow.png",
+        alt="reward, loss, size and fill of the steps",
+    )  # fmt: skip
+    sections = [
+        history, times_section(data.reports, out), *plan_sections(data, out), run_section(data)
+    ]  # fmt: skip
     write_page(
         out / "report.html",
         title=title,
@@ -140,7 +149,7 @@ def _span(values: Sequence[int]) -> str:
 
 def times_section(reports: Sequence[StepReport], out: Path) -> str:
     """Measured against predicted step times."""
-    from megatron_dynbatch.cli.report_charts import draw_times
+    from megatron_dynbatch.cli.report_charts import NARROW, draw_times
     from megatron_dynbatch.cli.report_page import section
 
     known = [
@@ -154,20 +163,22 @@ def times_section(reports: Sequence[StepReport], out: Path) -> str:
         return section(heading, text="Fewer than two steps have both times.")
     predicted, measured = zip(*known, strict=True)
     deviation = draw_times(out / "times.png", predicted, measured)
+    draw_times(out / "times-narrow.png", predicted, measured, NARROW)
     return section(
         heading,
         png=out / "times.png",
+        narrow=out / "times-narrow.png",
         alt="measured over predicted step times",
-        text=f"A point is a step. Half of the steps lie within {deviation:.0%} of the line. "
-        "Fitting the cost model to measured times (megatron-dynbatch fit-cost) brings them closer, "
-        "and the planner then balances what really takes time.",
+        text=f"A point is a step. Half of the steps lie within {deviation:.0%} of the line, which "
+        "begins at what every step takes whatever is in it: the optimizer, start of kernels, "
+        "collectives. megatron-dynbatch fit-cost fits the cost model to these times.",
     )
 
 
 def plan_sections(data: RunData, out: Path) -> list[str]:
     """The plan of the step with most samples."""
     from megatron_dynbatch.cli.plan_plot import draw_step
-    from megatron_dynbatch.cli.report_charts import draw_samples
+    from megatron_dynbatch.cli.report_charts import NARROW, draw_samples
     from megatron_dynbatch.cli.report_data import plan_of_step
     from megatron_dynbatch.cli.report_page import section
     from megatron_dynbatch.plan.summary import summarize
@@ -180,13 +191,40 @@ def plan_sections(data: RunData, out: Path) -> list[str]:
             section(heading, text="It is not drawn: its batch is not in a rollout directory here, "
                     "or it holds samples carried over from the batch before.")
         ]
-    draw_step(plan, summarize(plan)[largest.step_index], out / "plan.png")
-    alt = "ranks over time, micro-batches as blocks"
-    sections = [section(heading, png=out / "plan.png", alt=alt)]
+    summary, name = summarize(plan)[largest.step_index], f"Step {largest.iteration}"
+    draw_step(plan, summary, out / "plan.png", name)
+    draw_step(plan, summary, out / "plan-narrow.png", name, NARROW)
+    sections = [section(
+        heading, png=out / "plan.png", narrow=out / "plan-narrow.png",
+        alt="ranks over time, micro-batches as blocks",
+    )]  # fmt: skip
     if largest.num_samples <= _MOST_SAMPLES:
         draw_samples(plan, largest.step_index, out / "samples.png")
+        draw_samples(plan, largest.step_index, out / "samples-narrow.png", NARROW)
         sections.append(section(
             "Its samples", text=SAMPLES_TEXT, png=out / "samples.png",
+            narrow=out / "samples-narrow.png",
             alt="samples of each micro-batch",
         ))  # fmt: skip
     return sections
+
+
+def run_section(data: RunData) -> str:
+    """Which run it was: command, layout, model and versions."""
+    from megatron_dynbatch.cli.report_page import section
+    from megatron_dynbatch.plan.handshake import read_layout
+
+    known = data.identity
+    pairs: dict[str, str] = {}
+    for name in ("command", "started", "world_size"):
+        if name in known:
+            pairs[name] = str(known[name])
+    layout = known.get("layout")
+    if layout is None and data.rollouts is not None and (found := read_layout(data.rollouts)):
+        layout = {k: v for k, v in found[0].to_dict().items() if v not in (None, False)}
+    for name, values in (("layout", layout), ("model", known.get("model")),
+                         ("versions", known.get("versions"))):  # fmt: skip
+        if isinstance(values, dict):
+            pairs[name] = ", ".join(f"{key} {value}" for key, value in values.items())
+    text = "" if known else "Its command and versions are not known: no file .run.json lies there."
+    return section("The run", text=text, pairs={k.replace("_", " "): v for k, v in pairs.items()})

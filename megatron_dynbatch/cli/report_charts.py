@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_dynbatch.plan import Plan
 from megatron_dynbatch.report import StepReport
+from megatron_dynbatch.wording import counted
 
 INK, BLUE, LIGHT, ORANGE, GREY = "#222222", "#1f5fa8", "#a9c8e8", "#d9711c", "#8a8a8a"
 COLOURS = (BLUE, ORANGE, GREY, "#2f8f5b", "#8c4ba3")
@@ -38,6 +40,8 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 _SMOOTHING = 8
+WIDE, NARROW = 9.0, 4.4  # inches; a narrow picture is for the screen of a phone
+_CHARACTER = 0.085  # inches of a title's character
 _MOST_BARS = 400
 
 Curve = tuple[Sequence[int], Sequence[float]]
@@ -62,7 +66,7 @@ def saved(path: Path, size: tuple[float, float], grid: str = "y") -> Iterator[Fi
 
 def draw_curves(axes: Axes, title: str, curves: Mapping[str, Curve]) -> None:
     """Lines of single values, and thick ones of the mean of the last few."""
-    axes.set_title(title)
+    titled(axes, title)
     for number, (label, (steps, values)) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
         if len(values) < 3 * _SMOOTHING:  # a mean of the last few would only lag behind
@@ -72,6 +76,19 @@ def draw_curves(axes: Axes, title: str, curves: Mapping[str, Curve]) -> None:
         axes.plot(steps, smooth(values), color=colour, lw=2.2, label=label)
     if len(curves) > 1:
         axes.legend(loc="best", ncols=len(curves))
+
+
+def titled(axes: Axes, title: str) -> None:
+    """A title that breaks where the picture is narrow."""
+    room = axes.figure.get_figwidth() - 0.6  # type: ignore[union-attr]
+    axes.set_title(textwrap.fill(title, max(20, int(room / _CHARACTER))))
+
+
+def _legend(axes: Axes) -> None:
+    if axes.figure.get_figwidth() < WIDE / 2:  # type: ignore[union-attr]
+        axes.legend(loc="best", fontsize=8)
+    else:
+        axes.legend(loc="lower right", ncols=2, bbox_to_anchor=(1.01, 0.97))
 
 
 def smooth(values: ArrayLike) -> NDArray[np.float64]:
@@ -90,9 +107,9 @@ def draw_sizes(axes: Axes, reports: Sequence[StepReport]) -> None:
         axes, steps, [r.step_global_batch_size for r in reports], BLUE,
         "rollouts (the global batch size)",
     )  # fmt: skip
-    axes.set_title("Size of each step")
+    titled(axes, "Size of each step")
     axes.set_ylim(0, 1.12 * max(r.num_samples for r in reports))
-    axes.legend(loc="lower right", ncols=2, bbox_to_anchor=(1.01, 0.97))
+    _legend(axes)
 
 
 def draw_fill(axes: Axes, reports: Sequence[StepReport]) -> None:
@@ -109,9 +126,9 @@ def draw_fill(axes: Axes, reports: Sequence[StepReport]) -> None:
         ]
         if any(height):
             _bars(axes, steps, height, colour, label)
-    axes.set_title("How full the micro-batches are, per cent")
+    titled(axes, "How full the micro-batches are, per cent")
     axes.set_ylim(0, 100)
-    axes.legend(loc="lower right", ncols=2, bbox_to_anchor=(1.01, 0.97))
+    _legend(axes)
 
 
 def _bars(
@@ -123,16 +140,22 @@ def _bars(
         axes.fill_between(steps, heights, color=colour, step="mid", lw=0, label=label)
 
 
-def draw_history(path: Path, reports: Sequence[StepReport], curves: Mapping[str, Curve]) -> None:
+def draw_history(
+    path: Path,
+    reports: Sequence[StepReport],
+    curves: Mapping[str, Curve],
+    width: float = WIDE,
+) -> None:
     """Write the history of a run.
 
     Args:
         path: PNG.
         reports: Of its steps.
         curves: Title → curve, drawn above sizes and fill.
+        width: Inches.
     """
     rows = len(curves) + 2
-    with saved(path, (9, 0.9 + 2.1 * rows)) as figure:
+    with saved(path, (width, 0.9 + 2.1 * rows)) as figure:
         axes = figure.subplots(rows, 1, sharex=True)
         for place, (title, curve) in zip(axes, curves.items(), strict=False):
             draw_curves(place, title, {"": curve})
@@ -143,34 +166,45 @@ def draw_history(path: Path, reports: Sequence[StepReport], curves: Mapping[str,
         axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def draw_times(path: Path, predicted: ArrayLike, measured: ArrayLike) -> float:
+def robust_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
+    """Intercept and slope that a few slow steps do not tilt (Theil and Sen: median of slopes)."""
+    chosen = np.unique(np.linspace(0, x.size - 1, 400).astype(int))
+    run = x[chosen] - x[chosen, None]
+    rise = y[chosen] - y[chosen, None]
+    far = np.abs(run) > 1e-9 * np.abs(x).max()
+    slope = max(0.0, float(np.median(rise[far] / run[far]))) if far.any() else 0.0
+    return float(np.median(y - slope * x)), slope
+
+
+def draw_times(path: Path, predicted: ArrayLike, measured: ArrayLike, width: float = 6.2) -> float:
     """Write measured against predicted times of steps.
 
     Args:
         path: PNG.
         predicted: [n] by the cost model, in its unit.
         measured: [n] seconds, waiting for rollouts taken off.
+        width: Inches.
 
     Returns:
-        Median relative deviation from the best line through the origin.
+        Median relative deviation from the line drawn.
     """
     x, y = np.asarray(predicted, np.float64), np.asarray(measured, np.float64)
-    # The slope of the median step: one slow step (a checkpoint) must not tilt the line.
-    slope = float(np.median(y / x))
-    deviation = float(np.median(np.abs(y - slope * x) / y))
-    with saved(path, (6.2, 4.6), grid="both") as figure:
+    start, slope = robust_line(x, y)
+    deviation = float(np.median(np.abs(y - start - slope * x) / y))
+    with saved(path, (width, 4.6), grid="both") as figure:
         axes = figure.subplots()
         axes.scatter(x, y, s=16, color=BLUE, alpha=0.6, linewidths=0)
         reach = np.array([0.0, x.max() * 1.05])
-        axes.plot(reach, slope * reach, color=ORANGE, lw=1.5, label="median step")
+        label = f"{start:.3g} s + {slope:.3g} · predicted"
+        axes.plot(reach, start + slope * reach, color=ORANGE, lw=1.5, label=label)
         axes.set_xlim(0, reach[1])
         # A few steps with start-up or checkpoint in them would squash all others.
-        top = max(float(np.quantile(y, 0.98)), slope * float(x.max())) * 1.15
+        top = max(float(np.quantile(y, 0.98)), start + slope * float(x.max())) * 1.15
         hidden = int((y > top).sum())
-        axes.set_ylim(0, top)
+        axes.set_ylim(min(0.0, start), top)
         axes.set_xlabel("predicted time, in units of the cost model")
         axes.set_ylabel("measured seconds, without waiting")
-        axes.set_title(f"Step times: half of them within {deviation:.0%} of the line")
+        titled(axes, f"Step times: half of them within {deviation:.0%} of the line")
         if hidden:
             axes.annotate(
                 f"{hidden} above", (0.99, 0.97), xycoords="axes fraction", ha="right", va="top",
@@ -180,13 +214,14 @@ def draw_times(path: Path, predicted: ArrayLike, measured: ArrayLike) -> float:
     return deviation
 
 
-def draw_samples(plan: Plan, step_index: int, path: Path) -> None:
+def draw_samples(plan: Plan, step_index: int, path: Path, width: float = WIDE) -> None:
     """Write which sample runs where in one step: a bar per sample, as long as its tokens.
 
     Args:
         plan: Plan of the batch.
         step_index: Which step.
         path: PNG.
+        width: Inches.
     """
     step = plan.steps[step_index]
     rollouts = plan.index.rollout_indices
@@ -198,7 +233,7 @@ def draw_samples(plan: Plan, step_index: int, path: Path) -> None:
         for k, rows in enumerate(own)
     ]
     capacity = plan.options.capacity(plan.layout)
-    with saved(path, (9, 0.9 + 0.42 * len(lines)), grid="") as figure:
+    with saved(path, (width, 0.9 + 0.42 * len(lines)), grid="") as figure:
         axes = figure.subplots()
         for line, (_, samples) in enumerate(lines):
             start = 0
@@ -219,7 +254,8 @@ def draw_samples(plan: Plan, step_index: int, path: Path) -> None:
         axes.set_yticks(range(len(lines)), [name for name, _ in lines])
         axes.invert_yaxis()
         axes.set_xlabel("tokens (dashed: what a micro-batch may hold)")
-        axes.set_title(
-            f"{step.step_global_batch_size} rollouts, {step.num_samples} samples; "
-            "the numbers are the rollouts'"
+        titled(
+            axes,
+            f"{counted(step.step_global_batch_size, 'rollout')}, "
+            f"{counted(step.num_samples, 'sample')}; the numbers are the rollouts'",
         )

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.plan import Plan, make_plan
 from megatron_dynbatch.plan.handshake import checked_plan, read_layout
 from megatron_dynbatch.report import StepReport
+from megatron_dynbatch.report.identity import read_identity
 from megatron_dynbatch.rollouts import RolloutDirectory
 
 _REWARD_NAMES = ("rollout/reward", "reward")
@@ -28,12 +30,16 @@ class RunData:
         reports: One per step, by iteration; of a step that ran again the later one.
         rewards: Batch → mean reward of its rollouts.
         rollouts: The rollout directory, if it is there.
+        plans: Batch → its plan, or None; those that were asked for.
+        identity: Command, layout, model and versions, see `report.identity`; empty if unknown.
     """
 
     folder: Path
     reports: list[StepReport]
     rewards: dict[int, float] = field(default_factory=dict)
     rollouts: RolloutDirectory | None = None
+    plans: dict[int, Plan | None] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
 
 
 def read_run(
@@ -52,11 +58,17 @@ def read_run(
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such directory")
-    reports = _latest(_lines(steps or _find_steps(folder)))
+    file = steps or _find_steps(folder)
+    if not file.is_file():
+        raise OptionError(f"--steps {file}: no such file")
+    reports = _latest(_lines(file))
     if not reports:
         raise ValueError(f"{steps or folder}: no step has been reported yet")
+    if rollouts is not None and not rollouts.is_dir():
+        raise OptionError(f"--rollouts {rollouts}: there is no such directory")
     directory = RolloutDirectory(rollouts) if rollouts else _find_rollouts(folder, reports)
     run = RunData(folder, reports, _logged_rewards(folder), directory)
+    run.identity = read_identity(file)
     if directory is not None and not run.rewards:
         run.rewards = _stored_rewards(directory, {report.batch_id for report in reports})
     return run
@@ -146,21 +158,27 @@ def plan_of_step(run: RunData, report: StepReport) -> Plan | None:
     The plan that lies beside the batch, or the one that the trainer made from its published layout:
     planning is deterministic. Batches with samples carried over from the one before have neither.
     """
-    directory = run.rollouts
-    if directory is None or not _is_present(directory, report.batch_id):
-        return None
-    published = read_layout(directory)
-    if published is None:
-        return None
-    index, text = directory.index(report.batch_id), directory.plan_json(report.batch_id)
-    try:
-        plan = checked_plan(text, index, *published) if text else make_plan(index, *published)
-    except ValueError:
-        plan = make_plan(index, *published)
-    if report.step_index >= len(plan.steps):
+    if report.batch_id not in run.plans:
+        run.plans[report.batch_id] = _plan_of_batch(run, report.batch_id)
+    plan = run.plans[report.batch_id]
+    if plan is None or report.step_index >= len(plan.steps):
         return None
     step = plan.steps[report.step_index]
     same = (step.num_samples, step.num_microbatches) == (
         report.num_samples, report.num_microbatches,
     )  # fmt: skip
     return plan if same else None
+
+
+def _plan_of_batch(run: RunData, batch_id: int) -> Plan | None:
+    directory = run.rollouts
+    if directory is None or not _is_present(directory, batch_id):
+        return None
+    published = read_layout(directory)
+    if published is None:
+        return None
+    index, text = directory.index(batch_id), directory.plan_json(batch_id)
+    try:
+        return checked_plan(text, index, *published) if text else make_plan(index, *published)
+    except ValueError:
+        return make_plan(index, *published)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 
+import megatron_dynbatch._torch  # noqa: F401
 from megatron_dynbatch.cpu.reset import reset_megatron
 
 __all__ = ["enable", "is_enabled", "reset_megatron"]

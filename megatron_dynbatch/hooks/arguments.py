@@ -18,6 +18,7 @@ from megatron_dynbatch.hooks.horizon import check_unknown_total, imply_unknown_t
 from megatron_dynbatch.hooks.refusals import refusals
 from megatron_dynbatch.hooks.tracker import mend_tracker
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
+from megatron_dynbatch.plan.flags import TRAINING_FLAGS, options_as_typed
 from megatron_dynbatch.plan.options import (
     EMPTY_ROLLOUT_POLICIES,
     LEFTOVER_POLICIES,
@@ -225,7 +226,8 @@ def settle_args(args: argparse.Namespace) -> None:
             "--dynamic-global-batch cannot be used like this:\n"
             + "\n".join(f"  {reason}" for reason in reasons)
         )
-    options_from_args(args).capacity(layout_from_args(args))
+    with options_as_typed(TRAINING_FLAGS):
+        options_from_args(args).capacity(layout_from_args(args))
     staleness_from_args(args)
     check_unknown_total(args)
     if args.keep_batches is not None and args.keep_batches < 0:

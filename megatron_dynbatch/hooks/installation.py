@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from megatron_dynbatch.errors import MissingPackage
 from megatron_dynbatch.hooks.refusals import core_version
 from megatron_dynbatch.hooks.registry import SEAMS, SITES, TESTED_VERSIONS
 from megatron_dynbatch.hooks.seams import (
@@ -33,7 +34,7 @@ def install() -> None:
     patches nothing is changed, only checked.
 
     Raises:
-        ModuleNotFoundError: ``megatron.training`` is not installed.
+        MissingPackage: ``megatron.training`` is not installed; it is a ModuleNotFoundError too.
         SiteError: This Megatron does not look as expected; nothing was changed.
     """
     global _installed
@@ -86,10 +87,11 @@ def _need_training() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("megatron", "megatron.training"):
             raise
-        raise ModuleNotFoundError(
+        raise MissingPackage(
             f"megatron_dynbatch.install() hooks into megatron.training, and {error.name} is not "
-            "there: install megatron-core 0.17 or newer, or put a Megatron-LM checkout on "
-            "PYTHONPATH; a loop of your own needs no install(), see examples/own_loop_mcore.py",
+            "there: pip install 'megatron-dynbatch[megatron]' (megatron-core 0.17 or newer), or "
+            "put a Megatron-LM checkout on PYTHONPATH; a loop of your own needs no install(), "
+            "see examples/own_loop_mcore.py",
             name=error.name,
         ) from None
 

@@ -7,6 +7,7 @@ import os
 
 from megatron_dynbatch.report.progress import ProgressLine
 from megatron_dynbatch.steps import Step
+from megatron_dynbatch.wording import counted
 
 
 class StepProgress:
@@ -37,7 +38,7 @@ class StepProgress:
                 (f"batch {step.batch_id}, step", step.step_index + 1, len(step.plan.steps)),
                 ("micro-batch", done, total),
             ],
-            f"{step.step_global_batch_size} rollouts",
+            counted(step.step_global_batch_size, "rollout"),
         )
 
     def clear(self) -> None:

@@ -5,7 +5,8 @@ whether all ranks reported the same names, before Megatron's own reduction, key 
 
 Seam: the batch size that `training_log` computes. It is evaluated on every rank, once per step,
 after the losses were reduced. Reports go to the JSONL of ``--step-report`` and to Megatron's own
-TensorBoard and W&B writers, as ``train/…`` over the optimizer iteration.
+TensorBoard and W&B writers, as ``train/…`` over the optimizer iteration; where Megatron's lines go
+to a file, a line about the step takes their place.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 
+from megatron_dynbatch import quiet
+from megatron_dynbatch.hooks.horizon import UNBOUNDED
 from megatron_dynbatch.hooks.session import Session, session
 from megatron_dynbatch.plan.summary import StepSummary, summarize
 from megatron_dynbatch.report import (
@@ -25,6 +28,8 @@ from megatron_dynbatch.report import (
     merge,
     reduce_over_ranks,
 )
+from megatron_dynbatch.report.identity import write_identity
+from megatron_dynbatch.report.step_line import step_line
 from megatron_dynbatch.steps import Step
 
 # (run, end of its last step): a new run in the same process has no step before its first.
@@ -39,12 +44,16 @@ def logged_batch_size(stock: int, frame: Mapping[str, Any]) -> int:
     if run is None or run.step is None:
         return stock
     # Megatron's writers live on the last rank, which also holds the reduced loss.
-    if _is_last_rank() and (run.args.step_report or _writes_now(run, frame)):
+    wanted = run.args.step_report or quiet.is_on() or _writes_now(run, frame)
+    if wanted and _is_last_rank():
         report = step_report(run, run.step, frame)
         if run.args.step_report:
             if run.writer is None:
                 run.writer = StepReportWriter(run.args.step_report)
+                write_identity(run.writer.path, run.args, run.layout.to_dict())
             run.writer.write(report)
+        if quiet.is_on():
+            quiet.tell(_line(run, report))
         if _writes_now(run, frame):
             write_scalars(report, frame.get("writer"), frame.get("wandb_writer"))
     return run.step.step_global_batch_size
@@ -80,6 +89,14 @@ def _is_last_rank() -> bool:
     import torch.distributed as dist
 
     return dist.get_rank() == dist.get_world_size() - 1
+
+
+def _line(run: Session, report: StepReport) -> str:
+    args = run.args
+    if not args.train_samples:
+        return step_line(report, num_steps=args.train_iters)
+    is_known = args.train_samples != UNBOUNDED
+    return step_line(report, num_rollouts=args.train_samples if is_known else None)
 
 
 def _writes_now(run: Session, frame: Mapping[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """A micro-batch as tensors: THD packing, padding, and the context-parallel zigzag layout."""
 
+import megatron_dynbatch._torch  # noqa: F401
 from megatron_dynbatch.layout.micro_batch import (
     MicroBatch,
     build_micro_batch,

@@ -1,5 +1,6 @@
 """Losses as functions of model output and micro-batch, and what is handed to Megatron."""
 
+import megatron_dynbatch._torch  # noqa: F401
 from megatron_dynbatch.logprob import vocab_parallel_logprob_entropy
 from megatron_dynbatch.losses.algorithms import (
     cispo,

@@ -140,7 +140,19 @@ def fit_cost(micro_batches: Sequence[Sequence[int]], times: Sequence[float]) -> 
         if not (np.isfinite(time) and time > 0):
             raise PlanError(f"cost fit: micro-batch {number} took {time} s; must be > 0")
     sums = [(sum(mb), sum(length * length for length in mb), 1) for mb in micro_batches]
-    table = np.array(sums, dtype=np.float64)
+    return fit_terms(np.array(sums, dtype=np.float64), times)
+
+
+def fit_terms(table: NDArray[np.float64], times: Sequence[float]) -> CostModel:
+    """Fit alpha, beta and gamma to times that are sums of their terms, none below 0.
+
+    Args:
+        table: [n, 3]: by what alpha, beta and gamma are multiplied in each time.
+        times: [n] seconds, > 0.
+
+    Raises:
+        PlanError: The times do not grow with tokens.
+    """
     best: NDArray[np.float64] | None = None
     error = np.inf
     # With three columns the best fit with no negative coefficient is found by trying all subsets.

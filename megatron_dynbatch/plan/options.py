@@ -79,8 +79,8 @@ class PlanOptions:
         if (self.max_tokens_per_gpu is None) == (self.micro_batch_size is None):
             raise PlanError(
                 "plan options: give exactly one of max_tokens_per_gpu (dynamic micro-batches) "
-                f"and micro_batch_size (static), got {self.max_tokens_per_gpu} and "
-                f"{self.micro_batch_size}"
+                "and micro_batch_size (static), got "
+                + ("neither" if self.micro_batch_size is None else "both")
             )
         if self.fixed_width and self.max_tokens_per_gpu is None:
             raise PlanError("plan options: fixed_width needs max_tokens_per_gpu")

@@ -136,11 +136,11 @@ def _describe(index: SampleIndex, rows: NDArray[np.int64]) -> str:
 def _reject_oversize(
     index: SampleIndex, rows: NDArray[np.int64], layout: ParallelLayout, options: PlanOptions
 ) -> None:
-    ways = "'drop'" if options.fixed_width else "'alone' or 'drop'"
+    ways = "drop" if options.fixed_width else "alone or drop"
     logits = options.logit_capacity(layout)
     logit_words = "" if logits is None else f" or {logits} response rows per GPU"
     raise PlanError(
         f"longer than a micro-batch may be ({options.capacity(layout)} tokens{logit_words} as "
-        f"laid out over cp={layout.cp}): {_describe(index, rows)}; raise max_tokens_per_gpu "
-        f"({options.max_tokens_per_gpu}) or the logit cap, or choose oversize {ways}"
+        f"laid out over cp={layout.cp}): {_describe(index, rows)}; raise --max-tokens-per-gpu "
+        f"(now {options.max_tokens_per_gpu}) or the logit cap, or choose --oversize {ways}"
     )

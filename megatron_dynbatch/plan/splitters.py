@@ -127,7 +127,7 @@ def _unit_sizes(
             row = int(np.flatnonzero(index.rollout_indices == unit[0])[0])
             raise PlanError(
                 f"prompt group {int(index.group_ids[row])} (first sample {row}) has {len(unit)} "
-                f"rollouts and would be cut: rollouts_per_step={limit} must hold it whole"
+                f"rollouts and would be cut: --rollouts-per-step {limit} must hold it whole"
             )
     return [len(unit) for unit in units]
 
@@ -208,8 +208,8 @@ def _validate(steps: list[NDArray[np.int64]], index: SampleIndex, options: PlanO
     left_over = np.flatnonzero(step_of_rollout < 0)
     if left_over.size and options.leftover not in ("carry", "drop"):
         raise PlanError(
-            f"step splitter {name!r}: rollout {int(left_over[0])} is in no step; only the "
-            f"leftover policies carry and drop may leave one out, not {options.leftover!r}"
+            f"step splitter {name!r}: rollout {int(left_over[0])} is in no step; only "
+            f"--leftover carry and drop may leave one out, not {options.leftover!r}"
         )
     if options.loss_reduction == "group":
         _validate_groups(step_of_rollout, index, name)

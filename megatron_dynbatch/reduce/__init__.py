@@ -1,5 +1,6 @@
 """Token weights and weighted sums: the arithmetic every loss and metric is built on."""
 
+import megatron_dynbatch._torch  # noqa: F401
 from megatron_dynbatch.reduce.exact import combine, limbs_to_float64
 from megatron_dynbatch.reduce.policy_loss import (
     PolicyFormula,

@@ -1,15 +1,27 @@
-"""What is measured: typed metrics, how they add up, what a step reports, where it is written."""
+"""What is measured: typed metrics, how they add up, what a step reports, where it is written.
 
-from megatron_dynbatch.report.metric import Metric, merge
-from megatron_dynbatch.report.over_ranks import reduce_over_ranks
-from megatron_dynbatch.report.rollout_report import rollout_report, token_metrics
+Without torch only step reports are there; metrics hold tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
 from megatron_dynbatch.report.step_report import StepReport, StepReportWriter, read_step_reports
-from megatron_dynbatch.report.trainer_names import (
-    gather_and_reduce_log_dict,
-    gather_log_data,
-    reduce_train_step_metrics,
-    rollout_log_metric_contribution,
-)
+
+try:
+    from megatron_dynbatch.report.metric import Metric, merge
+    from megatron_dynbatch.report.over_ranks import reduce_over_ranks
+    from megatron_dynbatch.report.rollout_report import rollout_report, token_metrics
+    from megatron_dynbatch.report.trainer_names import (
+        gather_and_reduce_log_dict,
+        gather_log_data,
+        reduce_train_step_metrics,
+        rollout_log_metric_contribution,
+    )
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
 
 __all__ = [
     "Metric",
@@ -25,3 +37,10 @@ __all__ = [
     "rollout_report",
     "token_metrics",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        import megatron_dynbatch._torch  # noqa: F401  raises: it is not installed
+
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

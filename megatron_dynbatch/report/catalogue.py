@@ -5,9 +5,13 @@ without that prefix; what a loss of one's own reports is a mean under the step's
 it says otherwise.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from megatron_dynbatch.report.metric import Kind
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_dynbatch.report.metric import Kind
 
 
 @dataclass(frozen=True)

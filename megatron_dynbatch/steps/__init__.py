@@ -1,5 +1,6 @@
 """The step feed: rollouts and plans, handed to every rank one step at a time."""
 
+import megatron_dynbatch._torch  # noqa: F401
 from megatron_dynbatch.steps.announce import Staleness
 from megatron_dynbatch.steps.cursor import Cursor
 from megatron_dynbatch.steps.exchange import Exchange, RankFailure

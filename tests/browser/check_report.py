@@ -1,6 +1,6 @@
 """``python -m tests.browser.check_report [RUN_DIR]``: the report page in headless Chromium.
 
-Makes the report of a run (a made-up one without RUN_DIR), opens it 1280 and 390 pixels wide, and
+Makes the report of a run (a made-up one without RUN_DIR), opens it in three widths, and
 checks there that every picture is drawn, that nothing is wider than the window and that nothing is
 loaded from elsewhere. Screenshots are written to runs/report-check for people to look at. `make
 report-check` runs it; it needs `chromium` (Debian's package) on PATH.
@@ -22,7 +22,7 @@ from megatron_dynbatch.cli.main import main as command
 from tests.cli.run_folder import write_run
 from tests.pool import ROOT
 
-WIDTHS = (1280, 390)
+WIDTHS = (1280, 420, 390)
 OUT = ROOT / "runs" / "report-check"
 
 # Chromium's windows are at least 500 pixels wide, so the page is shown in a frame.

@@ -21,6 +21,7 @@ from megatron_dynbatch.cli.main import main
 from megatron_dynbatch.cli.sites import installed_root
 from megatron_dynbatch.cli.tree import Tree
 from megatron_dynbatch.hooks.registry import SITES
+from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 from tests.pool import ROOT, run_ranks
 
 FLAGS = ("--dynamic-global-batch --rollout-path there --rollouts-per-step 4 "
@@ -65,7 +66,8 @@ def by_name(section: list[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
 
 
 def test_a_good_installation_and_command_line(tmp_path: Path) -> None:
-    code, report = run("--cpu", "--", *FLAGS, "--my-own-option", "1", folder=tmp_path)
+    flags = [str(tmp_path) if word == "there" else word for word in FLAGS]
+    code, report = run("--cpu", "--", *flags, "--my-own-option", "1", folder=tmp_path)
     assert (code, report["ok"]) == (0, True)
     environment = by_name(report["environment"])
     root = installed_root()
@@ -83,6 +85,43 @@ def test_a_good_installation_and_command_line(tmp_path: Path) -> None:
     assert by_name(report["command line"])["--dynamic-global-batch"]["found"] == (
         "nothing is refused"
     )
+    found = by_name(report["command line"])["--rollout-path"]["found"]
+    assert found == f"{tmp_path}: no batch is there yet"
+
+
+def test_what_is_at_the_rollout_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "readme").write_text("")
+    RolloutDirectory(tmp_path / "rollouts").write([Sample([1, 2], response_length=1)])
+    for name, found, problem in (
+        ("none", "there is no such directory", "is it the writer's?"),
+        ("file", "is a file", "is it the writer's?"),
+        ("other", "cannot be used", "is not a rollout directory: it holds 'readme'"),
+        ("rollouts", "batches are there", None),
+    ):
+        check = doctor.rollout_path(str(tmp_path / name))
+        assert found in check.found
+        assert problem in check.problem if problem else check.problem is None  # type: ignore[operator]
+    assert doctor.rollout_path(str(tmp_path / "none"), may_come=True).problem is None
+    assert doctor.rollout_path("queue:run").problem is None
+
+
+def test_without_torch_it_lists_what_is_missing(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from megatron_dynbatch.cli.main import main\n"
+        "sys.exit(main(['doctor', '--cpu', '--json']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "")
+    environment = by_name(json.loads(done.stdout)["environment"])
+    assert "pip install 'megatron-dynbatch[torch]'" in environment["torch"]["problem"]
+    assert environment["CPU runner"]["problem"] is not None
+    assert environment["numpy"]["problem"] is None and environment["pyarrow"]["problem"] is None
 
 
 def test_other_plugins_and_refused_flags_are_named(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_an_error_is_one_line_unless_debug(
     arguments = ["plan", "--lengths", str(tmp_path / "none.jsonl"), "--max-tokens-per-gpu", "8"]
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"megatron-dynbatch plan: {tmp_path}/none.jsonl: no such file"
+    assert line == f"megatron-dynbatch plan: --lengths {tmp_path}/none.jsonl: no such file"
     for debug in (["--debug", *arguments], [*arguments, "--debug"]):
         with pytest.raises(ValueError, match="no such file"):
             main(debug)

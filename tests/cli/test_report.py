@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron_dynbatch._version import __version__
 from megatron_dynbatch.cli.main import main
-from megatron_dynbatch.cli.report import curves_of, figures_of
+from megatron_dynbatch.cli.report import curves_of, figures_of, run_section
 from megatron_dynbatch.cli.report_data import RunData, plan_of_step, read_run
 from megatron_dynbatch.report import StepReport
+from megatron_dynbatch.report.identity import write_identity
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 from tests.cli.run_folder import write_run
 
 pytest.importorskip("matplotlib")
+
+from megatron_dynbatch.cli.report_charts import robust_line  # noqa: E402
+from megatron_dynbatch.cli.report_page import write_page  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +47,69 @@ def test_page_and_pictures(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     steps = len(read_run(folder).reports)
     assert capsys.readouterr().out == f"{steps} steps: {out / 'report.html'}\n"
     for name in ("history", "times", "plan", "samples"):
-        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        for ending in ("", "-narrow"):
+            assert (out / f"{name}{ending}.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 4
+    # Each picture is there twice; screens of at most 600 pixels take the narrow one.
+    assert page.count("data:image/png;base64,") == 8
+    assert page.count('<source media="(max-width: 600px)"') == 4
+    assert "prefers-color-scheme: dark" in page
+    assert f"{steps} rows of " in page and "scroll down and to the right" in page
     assert "<h1>Runs &amp; more</h1>" in page and page.count("<tr>") == steps + 1
+    # The layout is known from the rollouts, the command is not.
+    assert "<dt>layout</dt><dd>dp 2, cp 1, tp 1, pp 2" in page and "are not known" in page
     # It stands alone: nothing is loaded from elsewhere.
     assert not re.search(r'(src|href)="(?!data:)', page) and "<script" not in page
+
+
+def test_heading_and_picture_name_the_same_step(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_dynbatch.cli import plan_plot, report
+
+    titles: list[str] = []
+    title = plan_plot._title
+
+    def recorded(*arguments: Any) -> str:
+        titles.append(title(*arguments))
+        return titles[-1]
+
+    monkeypatch.setattr(plan_plot, "_title", recorded)
+    data = read_run(folder)
+    largest = max(data.reports, key=lambda r: r.num_samples)
+    (heading, *_) = report.plan_sections(data, tmp_path)
+    assert f"The plan of the largest step ({largest.iteration})" in heading
+    assert all(text.startswith(f"Step {largest.iteration}: ") for text in titles)
+
+
+def test_the_run_is_named(folder: Path, tmp_path: Path) -> None:
+    steps = tmp_path / "steps.jsonl"
+    steps.write_text(json.dumps(vars_of(report(1))) + "\n")
+    args = SimpleNamespace(num_layers=32, hidden_size=4096, num_experts=None)
+    write_identity(steps, args, {"dp": 4, "tp": 2, "fp8": None, "sequence_parallel": True})
+    page = run_section(read_run(tmp_path))
+    assert "<dt>layout</dt><dd>dp 4, tp 2, sequence_parallel True</dd>" in page
+    assert "<dt>model</dt><dd>num_layers 32, hidden_size 4096</dd>" in page
+    assert f"megatron_dynbatch {__version__}, python 3." in page and "<dt>command</dt>" in page
+
+
+def test_columns_that_are_left_out_are_named(tmp_path: Path) -> None:
+    metrics = {f"metric {number}": 1.0 for number in range(8)}
+    write_page(
+        tmp_path / "page.html", title="", subtitle="", figures={}, sections=[],
+        reports=[report(1, metrics=metrics)], rewards={},
+    )  # fmt: skip
+    page = (tmp_path / "page.html").read_text()
+    assert "Not in the table, but in the step reports: metric 6, metric 7." in page
+
+
+def test_the_line_begins_where_the_cloud_does_and_slow_steps_do_not_tilt_it() -> None:
+    x = np.arange(1.0, 60.0)
+    y = 3.0 + 0.5 * x
+    y[[4, 50]] += 400.0
+    assert robust_line(x, y) == pytest.approx((3.0, 0.5))
+    # Without any relation there is no slope below 0, and the line is the middle.
+    assert robust_line(np.ones(3), np.array([1.0, 2.0, 9.0])) == (2.0, 0.0)
 
 
 def test_rewards_come_from_the_rollouts_and_count_a_rollout_once(tmp_path: Path) -> None:

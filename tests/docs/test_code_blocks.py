@@ -107,6 +107,13 @@ def source_of(script: str) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
+def test_the_script_of_the_guide_is_the_example() -> None:
+    """Whoever copies it out of the page has a whole script; test_as_printed.py runs the example."""
+    (block,) = (b for b in blocks(ROOT / "docs" / "integrate.md", "py") if "pretrain(" in b.text)
+    script = (ROOT / "examples" / "sft.py").read_text(encoding="utf-8")
+    assert script.endswith(f'"""\n\n{block.text}')
+
+
 def test_other_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     extras = set(re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text(), re.M))
@@ -124,11 +131,12 @@ def test_other_commands_exist() -> None:
                 assert set(group.split(",")) <= extras, place
         elif rest[:1] == ["-m"]:
             assert find_spec(rest[1]) is not None, place
-        elif name.endswith((".sh", "python")) or name.startswith(("MEGATRON_LM=", "OUT=")):
+        elif name.endswith(("bash", ".sh", "python")) or name.startswith(("MEGATRON_LM=", "OUT=")):
             script = next(w for w in words if w.endswith((".sh", ".py")))
             assert (ROOT / script).is_file(), f"{place}: {script}"
         else:
-            assert name in ("git", "pre-commit"), f"{place}: {name!r} is not looked at by this test"
+            known = ("git", "pre-commit", "docker")
+            assert name in known, f"{place}: {name!r} is not looked at by this test"
 
 
 def test_the_page_of_flags_names_every_flag_and_command() -> None:

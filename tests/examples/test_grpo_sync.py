@@ -12,11 +12,21 @@ from tests.examples.launching import launch
 pytest.importorskip("reasoning_gym")
 
 
-def test_rollouts_are_generated_at_each_step_boundary(tmp_path: Path) -> None:
+# Weights large enough that attention is far from even, so that positions and heads matter.
+ROTARY = (
+    "--position-embedding-type", "rope", "--group-query-attention", "--num-query-groups", "2",
+    "--init-method-std", "0.3",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [(), ROTARY], ids=["learned", "rotary, shared keys"])
+def test_rollouts_are_generated_at_each_step_boundary(
+    tmp_path: Path, model: tuple[str, ...]
+) -> None:
     from examples.demo.runs import MODEL
 
     flags = [
-        "--module", "examples.grpo_sync", *MODEL, "--seed", "1", "--groups", "3",
+        "--module", "examples.grpo_sync", *MODEL, *model, "--seed", "1", "--groups", "3",
         "--lr", "1e-3", "--lr-decay-style", "constant", "--train-iters", "3",
         "--dynamic-global-batch", "--rollout-path", "queue:grpo", "--rollouts-per-step", "100",
         "--max-tokens-per-gpu", "256", "--micro-batch-width", "variable",

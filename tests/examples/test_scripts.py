@@ -93,7 +93,7 @@ def test_three_ways_in_give_the_same_numbers(rollouts: Path) -> None:
 
 
 def test_chats_become_steps_of_different_sizes(tmp_path: Path) -> None:
-    """A step holds at most 17 tokens of whole conversations."""
+    """A step holds at most 24 tokens, here UTF-8 bytes, of whole conversations."""
     turns = [(3, 2, 1, 1), (2, 1), (1, 2), (8, 3), (1, 0)]
     with (tmp_path / "chats.jsonl").open("w") as file:
         for lengths in turns:
@@ -108,12 +108,12 @@ def test_chats_become_steps_of_different_sizes(tmp_path: Path) -> None:
         "--dynamic-global-batch", "--rollout-path", str(tmp_path / "rollouts"),
         "--chat-jsonl", str(tmp_path / "chats.jsonl"), "--message-format", "{content}",
         "--rollouts-per-step", "100", "--global-batch-size", "100", "--max-tokens-per-gpu", "64",
-        "--step-splitter", "tokens", "--tokens-per-step", "17",
+        "--step-splitter", "tokens", "--tokens-per-step", "24", "--vocab-size", "257",
         "--micro-batch-width", "variable", "--train-iters", "10",
         "--step-report", str(tmp_path / "steps.jsonl"),
     ]  # fmt: skip
     train_ranks(1, argv, script=ROOT / "examples" / "sft_varlen.py", install_hooks=True)
     reports = read_step_reports(tmp_path / "steps.jsonl")
-    # With an end-of-document token after each answer: 9, 4, 4 | 12, 3 tokens.
-    assert [(r.step_global_batch_size, r.num_tokens) for r in reports] == [(3, 17), (2, 15)]
-    assert [r.num_trained_tokens for r in reports] == [3 + 2 + 2 + 3, 4 + 2]
+    # With an end-of-document token after each answer: 12, 5, 5 | 21, 3 tokens.
+    assert [(r.step_global_batch_size, r.num_tokens) for r in reports] == [(3, 22), (2, 24)]
+    assert [r.num_trained_tokens for r in reports] == [4 + 2 + 2 + 4, 6 + 2]

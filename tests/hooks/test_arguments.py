@@ -93,7 +93,7 @@ def test_wrong_command_lines_are_told_before_training(directory: Path, tmp_path:
         (flags(directory, "--micro-batch-size", "2"), "--micro-batch-size 2"),
         (flags(directory, "--seq-length", "128"), "--seq-length 128 must be"),
         (flags(directory, "--loss-reduction", "mean"), "invalid choice: 'mean'"),
-        (flags(directory, "--loss-reduction", "constant"), "loss_constant"),
+        (flags(directory, "--loss-reduction", "constant"), "--loss-constant goes with"),
         (flags(directory, "--oversize", "alone"), "needs micro-batches of variable width"),
         (flags(directory, "--rollout-path", str(tmp_path / "other")), "other"),
         (flags(directory, "--mtp-num-layers", "1", "--position-embedding-type", "rope",

@@ -1,9 +1,10 @@
 """``python -m tests.package.check [DIST]``: sdist and wheel, and the wheel in new environments.
 
-Builds both from this checkout (or takes those in DIST), looks into them, and installs the wheel in
-new environments without extras and with some. torch and what it needs are linked from the
-environment that runs this: they are gigabytes. Everything else is installed as anybody would. `make
-package-check` runs it; it needs the package index.
+Builds both from this checkout (or takes those in DIST), looks into them, checks what an index would
+(`twine check --strict`), and installs the wheel in new environments: without extras, where there is
+no torch, and with some. torch and what it needs are linked from the environment that runs this:
+they are gigabytes. Everything else is installed as anybody would. `make package-check` runs it; it
+needs the package index.
 """
 
 from __future__ import annotations
@@ -70,18 +71,28 @@ def look_inside(sdist: Path, wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     packages = {name.split("/")[0] for name in names}
     needed = {"megatron_dynbatch/py.typed", "megatron_dynbatch/reduce/csrc/kernels.cu"}
+    shipped = tracked("examples")
+    needed |= {f"megatron_dynbatch/share/{name}" for name in shipped}
     if missing := needed - set(names):
         raise SystemExit(f"the wheel lacks {', '.join(sorted(missing))}")
     if packages != {"megatron_dynbatch", f"megatron_dynbatch-{__version__}.dist-info"}:
         raise SystemExit(f"the wheel contains {', '.join(sorted(packages))}")
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    if missing := {"setup.py", "pyproject.toml", "LICENSE", "README.md", *needed} - held:
+    if missing := tracked() - {".gitignore"} - held:
         raise SystemExit(f"the sdist lacks {', '.join(sorted(missing))}")
     cubins = [name for name in names if name.endswith(".cubin")]
     for path in (sdist, wheel):
         print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB")
     print(f"compiled kernels in the wheel: {len(cubins) or 'none (no nvcc here)'}")
+
+
+def tracked(*folders: str) -> set[str]:
+    """Files of the checkout that git knows, all or those in some folders."""
+    done = subprocess.run(
+        ["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
 
 
 def link_torch(site: Path) -> None:
@@ -111,7 +122,8 @@ def check_environment(wheel: Path, extras: str, folder: Path) -> None:
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    link_torch(folder / "lib" / version / "site-packages")
+    if extras:
+        link_torch(folder / "lib" / version / "site-packages")
     wanted = f"{wheel}[{extras}]" if extras else str(wheel)
     install = [python, "-m", "pip", "install", "--quiet", wanted]
     subprocess.run(install, check=True, env=outside_environment())
@@ -121,6 +133,7 @@ def check_environment(wheel: Path, extras: str, folder: Path) -> None:
     if found != {__version__}:
         raise SystemExit(f"versions differ: {found}, {__version__}")
     run(command, *PLAN)
+    run(command, "examples", ".")
     if "plot" in extras:
         run(command, *PLAN, "--plot", folder / "plan.png")
         run(command, "doctor", "--cpu")
@@ -129,6 +142,12 @@ def check_environment(wheel: Path, extras: str, folder: Path) -> None:
         said = run(command, "report", folder, expect=2)
         if "megatron-dynbatch[plot]" not in said or len(said.splitlines()) != 1:
             raise SystemExit(f"without matplotlib `report` said: {said}")
+        said = run(command, "doctor", expect=1)
+        if "megatron-dynbatch[torch]" not in said or "megatron-dynbatch[megatron]" not in said:
+            raise SystemExit(f"without torch `doctor` said: {said}")
+        said = run(command, "run", __file__, expect=2)
+        if "megatron-dynbatch[torch]" not in said or "Traceback" in said:
+            raise SystemExit(f"without torch `run` said: {said}")
     print(f"installed with extras {extras or 'none'}: pip check and commands pass")
 
 
@@ -141,6 +160,8 @@ def main() -> int:
             build(dist)
         (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
         look_inside(sdist, wheel)
+        check = [sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)]
+        subprocess.run(check, check=True)
         for number, extras in enumerate(EXTRAS):
             check_environment(wheel, extras, folder / f"environment-{number}")
     return 0

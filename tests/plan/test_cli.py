@@ -11,8 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_dynbatch.cli.main import build_parser
-from megatron_dynbatch.plan import Plan
-from megatron_dynbatch.rollouts import RolloutDirectory, Sample
+from megatron_dynbatch.plan import CostModel, ParallelLayout, Plan, PlanOptions, make_plan
+from megatron_dynbatch.plan.handshake import publish_layout
+from megatron_dynbatch.plan.summary import summarize
+from megatron_dynbatch.report import StepReport
+from megatron_dynbatch.rollouts import RolloutDirectory, Sample, SampleIndex
 
 
 def call(*argv: str) -> int:
@@ -108,7 +111,7 @@ def test_files_that_are_no_lengths(tmp_path: Path, text: str, message: str) -> N
 def test_missing_file_and_missing_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         call("plan", "--lengths", str(tmp_path / "none.jsonl"), "--max-tokens-per-gpu", "8")
-    with pytest.raises(ValueError, match="the plan has 1 steps"):
+    with pytest.raises(ValueError, match="the plan has 1 step, from 0"):
         call("plan", "--distribution", "A", "--plot", str(tmp_path / "a.png"), "--step", "3")
 
 
@@ -126,3 +129,42 @@ def test_fit_prints_the_options_of_plan(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text('{"lengths": [1]}')
     with pytest.raises(ValueError, match="line 1"):
         call("fit-cost", str(path))
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(dp=2), ParallelLayout(dp=2, pp=2)])
+def test_fit_of_a_run_finds_the_coefficients_that_made_its_times(
+    layout: ParallelLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps timed by a known cost model, one of them slowed down by a checkpoint."""
+    cost = CostModel(alpha=2e-6, beta=3e-9, gamma=1e-3)
+    options = PlanOptions(max_tokens_per_gpu=4096, rollouts_per_step=12, cost=cost)
+    directory = RolloutDirectory(tmp_path / "rollouts")
+    publish_layout(directory, layout, options)
+    rng = np.random.default_rng(3)
+    reports = []
+    for batch in range(12):
+        lengths = np.minimum(rng.lognormal(6, 1, 24).astype(int) + 4, 4000)
+        samples = [Sample(np.arange(n), response_length=2) for n in lengths]
+        plan = make_plan(SampleIndex.from_samples(samples), layout, options)
+        directory.write(samples, plan.to_json())
+        for summary in summarize(plan):
+            seconds = summary.seconds + (9.0 if batch == 7 else 0.0)
+            values = dict.fromkeys(StepReport.__dataclass_fields__, 0) | {
+                "iteration": len(reports) + 1, "batch_id": batch, "step_index": summary.step,
+                "num_samples": summary.num_samples, "step_time": seconds + 0.5, "wait_time": 0.5,
+                "num_microbatches": summary.num_microbatches,
+            }  # fmt: skip
+            reports.append(json.dumps(values))
+    (tmp_path / "steps.jsonl").write_text("\n".join(reports) + "\n")
+    assert call("fit-cost", str(tmp_path)) == 0
+    shown = capsys.readouterr()
+    words = shown.out.split()
+    assert [float(word) for word in words[1::2]] == pytest.approx([2e-6, 3e-9, 1e-3], rel=0.02)
+    assert "left out as outliers" in shown.err
+
+
+def test_times_have_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    call("plan", "--distribution", "A", "--num-samples", "8")
+    assert "time (tokens)" in capsys.readouterr().out
+    call("plan", "--distribution", "A", "--num-samples", "8", "--cost-alpha", "1e-6")
+    assert "time (s)" in capsys.readouterr().out

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dynbatch import failpoints
+from megatron_dynbatch import errors, failpoints
+from megatron_dynbatch.cli.main import build_parser
 from megatron_dynbatch.hooks.arguments import imply
 from megatron_dynbatch.hooks.horizon import check_unknown_total
 from megatron_dynbatch.hooks.loss import weighted_output
@@ -33,6 +36,7 @@ from megatron_dynbatch.rollouts.flow import wait_for_room, wait_for_weights
 from megatron_dynbatch.steps import Cursor, Exchange, Staleness, StepFeed
 from megatron_dynbatch.steps.empty_batches import EmptyBatches
 from megatron_dynbatch.steps.ledger import Entry, Ledger, read_ledger
+from tests.cli.run_folder import write_run
 from tests.reliability.bad_data import OPTIONS, SAMPLES, STORAGE, BadInput, good, noted, written
 
 
@@ -173,6 +177,53 @@ OPTION_ERRORS: dict[str, BadInput] = {
 }
 
 
+def command(*words: str) -> BadInput:
+    """`megatron-dynbatch` with these words, in an empty folder; HERE stands for the folder."""
+
+    def run(path: Path) -> object:
+        argv = [word.replace("HERE", str(path)) for word in words]
+        args = build_parser(argv).parse_args(argv)
+        return args.run(args)
+
+    return run
+
+
+def _past_the_end(path: Path) -> object:
+    directory = RolloutDirectory(path)
+    directory.write([good()])
+    directory.finish()
+    return command("plan", "--rollouts", "HERE", "--batch", "5")(path)
+
+
+def _run_folder(with_rollouts: bool) -> BadInput:
+    def fit(path: Path) -> object:
+        write_run(path, num_batches=1)
+        if not with_rollouts:
+            shutil.rmtree(path / "rollouts")
+        return command("fit-cost", "HERE")(path)
+
+    return fit
+
+
+def _without_rollouts(path: Path) -> object:
+    write_run(path, num_batches=1)
+    return command("report", "HERE", "--rollouts", "HERE/none")(path)
+
+
+_ONE_STEP = ("plan", "--distribution", "A", "--plot", "HERE/a.png", "--step", "3")
+COMMANDS: dict[str, BadInput] = {
+    "plan of a directory that is not there": command("plan", "--rollouts", "HERE/none"),
+    "plan of a batch that is not there yet": command("plan", "--rollouts", "HERE"),
+    "plan of a batch past the end": _past_the_end,
+    "plan of a file that is not there": command("plan", "--lengths", "HERE/none.jsonl"),
+    "picture of a step that is not there": command(*_ONE_STEP),
+    "a report of steps that are not there": command("report", "HERE", "--steps", "HERE/none"),
+    "a report with rollouts that are not there": _without_rollouts,
+    "a fit of nothing": command("fit-cost", "HERE/none"),
+    "a fit of too few steps": _run_folder(with_rollouts=True),
+    "a fit without rollouts": _run_folder(with_rollouts=False),
+    "examples over others": lambda path: [command("examples", "HERE")(path) for _ in range(2)],
+}
 NO_SOURCE: dict[str, Any] = {"source_id": "", "source_name": "", "stamps": {}}
 
 
@@ -284,6 +335,15 @@ def _logits_without_keyword(path: Path) -> object:
     return weighted_output(torch.zeros(1, 3, 8), micro_batch)
 
 
+def _without_torch(path: Path) -> object:
+    kept = sys.modules["torch"]
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        return runpy.run_path(str(Path(errors.__file__).with_name("_torch.py")))
+    finally:
+        sys.modules["torch"] = kept
+
+
 def _full_disk(path: Path) -> None:
     failpoints.arm(failpoints.Failpoint.parse("ledger:middle:1:enospc"))
     try:
@@ -301,6 +361,7 @@ RUNS: dict[str, BadInput] = {
     "a ledger in a folder that is not there": lambda path: Ledger(path / "a" / "b").open(),
     "a ledger on a full disk": _full_disk,
     "a ledger with something else in it": _damaged_ledger,
+    "a part that computes, without torch": _without_torch,
     "ranks with two learning rates": _disagree,
     "a rank that does not come": lambda path: _two_ranks()[0].compare({"plan": "a"}),
     "a rank that was restarted alone": _restarted,
@@ -315,7 +376,9 @@ RUNS: dict[str, BadInput] = {
     "logits without keyword": _logits_without_keyword,
 }
 
-BAD_INPUT: dict[str, BadInput] = SAMPLES | STORAGE | PLANS | OPTION_ERRORS | RESUMES | RUNS
+BAD_INPUT: dict[str, BadInput] = {
+    **SAMPLES, **STORAGE, **PLANS, **OPTION_ERRORS, **COMMANDS, **RESUMES, **RUNS
+}  # fmt: skip
 
 # Messages of the page that whole trainings show, and where.
 SHOWN_ELSEWHERE = {
@@ -327,4 +390,5 @@ SHOWN_ELSEWHERE = {
     "the loss function must return one scalar": "tests/hooks/test_loss.py",
     "rank … (DP rank …): the loss of step": "tests/reliability/test_numbers.py",
     "this Megatron does not match": "tests/hooks/test_sites.py",
+    "megatron_dynbatch.install() hooks": "tests/versions/test_imports.py",
 }

@@ -97,7 +97,7 @@ class Soak:
         self.log = self.folder / f"training-{self.happened.total()}.log"
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={NUM_RANKS}", "-m", "megatron_dynbatch.run", "--cpu",
+            f"--nproc-per-node={NUM_RANKS}", "-m", "megatron_dynbatch.run", "--cpu", "--verbose",
             str(ROOT / "examples" / "pretrain_gpt_sft.py"), *MODEL, *load,
             "--lr", "1e-3", "--lr-decay-style", "constant", "--save", str(saved),
             "--save-interval", "3", "--dynamic-global-batch",

@@ -19,6 +19,31 @@ except ModuleNotFoundError as error:
 """
 
 
+WITHOUT_TORCH = """
+import importlib, pkgutil, sys
+sys.modules["torch"] = sys.modules["megatron"] = None
+import megatron_dynbatch
+from megatron_dynbatch.errors import MissingPackage
+import megatron_dynbatch.plan, megatron_dynbatch.rollouts
+import megatron_dynbatch.report, megatron_dynbatch.run
+told = []
+for name in megatron_dynbatch.__all__ + ["report.rollout_report"]:
+    home, _, attribute = ("megatron_dynbatch." + name).rpartition(".")
+    try:
+        getattr(importlib.import_module(home), attribute)
+    except MissingPackage as error:
+        assert "pip install 'megatron-dynbatch[torch]'" in str(error)
+        told.append(name)
+for module in pkgutil.iter_modules(megatron_dynbatch.__path__, "megatron_dynbatch."):
+    if module.ispkg:
+        try:
+            importlib.import_module(module.name)
+        except MissingPackage:
+            told.append(module.name.rpartition(".")[2])
+print(" ".join(told))
+"""
+
+
 def run(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=240
@@ -40,6 +65,14 @@ def test_plain_functions_need_no_megatron_training() -> None:
     out = run(WITHOUT_TRAINING)
     assert "install() hooks into megatron.training" in out
     assert "loop of your own needs no install()" in out
+
+
+def test_what_needs_torch_says_how_to_get_it() -> None:
+    assert run(WITHOUT_TORCH).split() == [
+        "MicroBatch", "current", "get_batch", "install", "on_batch_needed", "on_batch_opened",
+        "uninstall", "report.rollout_report",
+        "cpu", "hooks", "layout", "logprob", "losses", "reduce", "steps",
+    ]  # fmt: skip
 
 
 def test_zigzag_is_transformer_engines_partition() -> None:
