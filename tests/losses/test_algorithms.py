@@ -170,7 +170,9 @@ def test_loss_and_gradient_follow_the_paper(name: str, reduction: str) -> None:
         found, by_sample = local_results(name, plan, 0)
         assert found == pytest.approx(loss, rel=1e-11)
         for i, gradient in enumerate(gradients):
-            np.testing.assert_allclose(by_sample[i], gradient, rtol=1e-10, atol=1e-14)
+            np.testing.assert_allclose(
+                by_sample[i], gradient, rtol=1e-10, atol=1e-14, equal_nan=False
+            )
 
 
 def cp_job(split: list[list[list[int]]]) -> dict[str, tuple[float, dict[int, np.ndarray], list]]:
@@ -205,7 +207,7 @@ def test_context_parallel_ranks_exchange_two_numbers_per_sample(cp: int) -> None
         assert sum(rank[name][0] for rank in ranks) == pytest.approx(loss, rel=1e-11)
         for i, gradient in enumerate(gradients):
             summed = sum(rank[name][1][i] for rank in ranks)
-            np.testing.assert_allclose(summed, gradient, rtol=1e-10, atol=1e-14)
+            np.testing.assert_allclose(summed, gradient, rtol=1e-10, atol=1e-14, equal_nan=False)
         # GSPO also decides its off-policy mask: one more value in the same all-reduce.
         values = {"gspo": 3, "gmpo": 2}.get(name)
         shapes = [[values, b] for b in per_micro_batch] if values else []

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.deviation import between_tensors, largest, relative
 from tests.parity.architecture import Architecture
 from tests.parity.compare import deviations, tensor_deviation
 from tests.parity.float64 import keep_float64
@@ -132,26 +133,28 @@ def logged_deviation(observed: Sequence[Observed], reference: Sequence[Reference
     """Of the auxiliary losses in Megatron's log lines."""
     worst = 0.0
     for name in reference[0].logged:
-        number = re.compile(rf"{re.escape(name)}: ([-+.\dE]+)")
+        number = re.compile(rf"{re.escape(name)}: (\S+)")
         lines = [found for line in observed[-1].lines if (found := number.search(line))]
         assert len(lines) == len(reference), f"{name} was logged {len(lines)} times"
         values = [step.logged[name] for step in reference]
         # Megatron's second line shows the mean of the first two iterations.
         values[1] = (values[0] + values[1]) / 2
-        off = [abs(float(line[1]) / b - 1) for line, b in zip(lines, values, strict=True)]
-        worst = max(worst, *off)
+        off = [relative(float(line[1]), b) for line, b in zip(lines, values, strict=True)]
+        worst = largest([worst, *off])
     return worst
 
 
 def bias_deviation(observed: Sequence[Observed], reference: Sequence[ReferenceStep]) -> float:
     """Of the expert biases after each step, on every rank."""
-    worst = 0.0
+    worst = []
     for one in observed:
         for biases, step in zip(one.biases, reference, strict=True):
+            assert biases, "a rank has no expert bias"
             # Stages hold different layers: each of them must be one of the loop's.
             for bias in biases:
-                worst = max(worst, min((bias - b).abs().max().item() for b in step.biases))
-    return worst
+                apart = [between_tensors(bias.double(), b) for b in step.biases]
+                worst.append(min(apart))
+    return largest(worst)
 
 
 _gradients: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -163,7 +166,7 @@ def between_layouts(choice: Choice, observed: Sequence[Observed]) -> float:
         assemble([one.gradients[n] for one in observed]) for n in range(len(observed[0].gradients))
     ]
     first = _gradients.setdefault((choice[0], choice[1].tp), whole)
-    return max(tensor_deviation(a, b) for a, b in zip(whole, first, strict=True))
+    return largest(tensor_deviation(a, b) for a, b in zip(whole, first, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +214,7 @@ def spread(packed: ReferenceStep, whole: ReferenceStep, partition: Partition) ->
     (name,) = whole.logged
     return {
         "micro-batches": str(len(partition)),
-        "loss": abs(packed.logged[name] / whole.logged[name] - 1),
+        "loss": relative(packed.logged[name], whole.logged[name]),
         "gradients": tensor_deviation(packed.gradients, whole.gradients),
     }
 
