@@ -28,7 +28,7 @@ from tests.parity.reference_aux import Auxiliary, Partition
 from tests.parity.rollouts import SHORT_SIZES, batch_flags, make_steps, write_batches
 from tests.parity.test_layouts import Record, full
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 EXPERTS = Architecture(experts=4)
 KINDS: dict[str, tuple[Architecture, Auxiliary]] = {
@@ -170,7 +170,13 @@ def between_layouts(choice: Choice, observed: Sequence[Observed]) -> float:
 
 
 @pytest.mark.parametrize(
-    "choice", [*FAST, *(pytest.param(c, marks=full) for c in REST)], ids=name_of
+    "choice",
+    [
+        FAST[0],
+        *(pytest.param(c, marks=slow) for c in FAST[1:]),
+        *(pytest.param(c, marks=full) for c in REST),
+    ],
+    ids=name_of,
 )
 def test_equals_the_independent_loop(choice: Choice, short_path: Path, record: Record) -> None:
     kind = choice[0]
@@ -196,6 +202,7 @@ def test_equals_the_independent_loop(choice: Choice, short_path: Path, record: R
     assert max(found["learning rate"], found["consumed"]) < 1e-12
 
 
+@slow
 @pytest.mark.parametrize("choice", FAST, ids=name_of)
 def test_with_float32_inside(choice: Choice, short_path: Path, record: Record) -> None:
     """As Megatron is: scores and cross entropy in float32 whatever the model."""
@@ -219,6 +226,7 @@ def spread(packed: ReferenceStep, whole: ReferenceStep, partition: Partition) ->
     }
 
 
+@slow
 def test_few_trained_tokens_leave_the_auxiliary_weight_alone(tmp_path: Path) -> None:
     # A tenth of the response tokens: with per-token loss Megatron divides by trained tokens.
     auxiliary = Auxiliary(z_loss=0.1, balance=1.0)
@@ -243,6 +251,7 @@ def test_few_trained_tokens_leave_the_auxiliary_weight_alone(tmp_path: Path) -> 
     assert tensor_deviation(*gradients) < 1e-6
 
 
+@slow
 @pytest.mark.parametrize("layout", [DP2, pytest.param(PP2, marks=full)], ids=lambda x: x.name)
 def test_auxiliary_losses_carry_the_loss_scale_of_fp16(layout: Layout, short_path: Path) -> None:
     # The auxiliary loss makes up most of the gradient, which half precision blurs a little. The

@@ -86,8 +86,16 @@ def bar_of(choice: dict[str, Any]) -> float:
     return 1e-9 if choice["head"] == "logits" else 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", CELLS, ids=name_of)
+def is_fast(choice: dict[str, Any]) -> bool:
+    """The first cell with a distributed optimizer whose communication overlaps."""
+    return choice is next(c for c in CELLS if c["distributed"] and c["overlap"])
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [c if is_fast(c) else pytest.param(c, marks=pytest.mark.slow) for c in CELLS],
+    ids=name_of,
+)
 def test_every_pair_of_options_equals_the_independent_loop(
     choice: dict[str, Any],
     short_path: Path,

@@ -11,14 +11,16 @@ import pytest
 
 from tests.pool import ROOT
 
-pytestmark = pytest.mark.slow
-
+FAST = 50
 COUNT = 20_000 if os.environ.get("FUZZ") == "full" else 150
 
 
-def test_damaged_files_are_our_errors_or_read_right() -> None:
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, FAST), pytest.param(FAST, COUNT - FAST, marks=pytest.mark.slow)]
+)
+def test_damaged_files_are_our_errors_or_read_right(first: int, count: int) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "tests.reliability.damage", "0", str(COUNT)],
+        [sys.executable, "-m", "tests.reliability.damage", str(first), str(count)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -26,5 +28,5 @@ def test_damaged_files_are_our_errors_or_read_right() -> None:
     tail = run.stderr[-2000:]
     assert run.returncode == 0, f"ended with {run.returncode} (negative: a signal):\n{tail}"
     met = json.loads(run.stdout)
-    assert met["RolloutDataError"] > COUNT / 2 and met["PlanError"] > COUNT / 2
+    assert met["RolloutDataError"] > count / 2 and met["PlanError"] > count / 2
     assert met["read"] > 0
