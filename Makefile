@@ -12,7 +12,8 @@ PYTEST := $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help install test test-slow lint demo docs parity test-versions test-stock gpu-check bench-plan anneal \
-  readme-numbers report-check package-check audit plan-solver plan-versions fuzz kills memory soak clean
+  readme-numbers report-check package-check audit plan-solver plan-versions fuzz kills memory soak \
+  mutants mutants-sample clean
 
 # Other releases that the tests train with; each lies in a folder of its own, torch is shared.
 OTHER_MEGATRONS := $(addprefix $(VENV)/megatron-core-,0.17.1 0.18.2)
@@ -48,6 +49,14 @@ test-stock: $(INSTALLED)  ## MEGATRON_LM=DIR: Megatron-LM's own pretrain_gpt.py 
 fuzz: $(INSTALLED)  ## 10 000 plans, 1 000 batches, 20 000 damaged files, 240 000 calls with junk (an hour)
 	FUZZ=full $(PYTEST) --timeout 7200 tests/reliability/test_fuzz.py \
 	  tests/reliability/test_damaged_files.py tests/reliability/test_junk.py
+
+mutants: $(INSTALLED)  ## plant every small fault; the fast tests must notice 95 % (90 minutes)
+	$(BIN)/python -m tests.mutants
+
+MUTANTS ?= 24
+
+mutants-sample: $(INSTALLED)  ## MUTANTS=24 of them, chosen by the commit
+	$(BIN)/python -m tests.mutants --sample $(MUTANTS)
 
 kills: $(INSTALLED)  ## kill -9 at 20 random points of a training, and restarts
 	KILLS=full $(PYTEST) --timeout 1800 tests/reliability/test_kills.py

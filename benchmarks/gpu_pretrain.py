@@ -11,6 +11,7 @@ make the host wait for the GPU.
 import argparse
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -103,6 +104,7 @@ def check(device: str) -> list[str]:
     assert len(ours) == len(reference) == STEPS, f"{len(ours)} and {len(reference)} steps"
     assert not waits, "the host waited for the GPU in " + ", ".join(waits)
     apart = [abs(a - b) / max(abs(b), 0.1) for a, b in zip(ours, reference, strict=True)]
+    assert all(map(math.isfinite, apart)), f"losses are not finite: {ours} and {reference}"
     assert apart[0] <= FIRST_LOSS, f"the first losses differ: {ours[0]} and {reference[0]}"
     assert max(apart) <= LOSSES, f"losses drift apart: {ours} and {reference}"
     return [

@@ -161,6 +161,7 @@ def check_policy(device: torch.device, small: bool = False) -> int:
     for formula in FORMULAS:
         sums, grad = run_policy(x, formula)
         right_sums, right_grad = run_policy(wide, formula)
+        assert sums.keys() == right_sums.keys(), f"{formula}: {sorted(sums)}"
         for name, value in sums.items():
             if not name.endswith("fraction"):  # float32 may fall on the other side of a bound
                 scale = x["w"].sum().item()

@@ -38,6 +38,8 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG_TAIL = 4000
+# What gloo and the store say on a rank whose peer has gone.
+PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 class RankError(AssertionError):
@@ -144,39 +146,52 @@ def _no_main_module() -> Iterator[None]:
 
 
 def _gather(ranks: list[_Rank], timeout: float) -> list[Any]:
-    """Wait for every rank's answer; the first failure ends the job."""
+    """Wait for every rank's answer; a failure that is a rank's own ends the job."""
     deadline = time.monotonic() + timeout
     results: dict[int, Any] = {}
+    lost: list[str] = []
     waiting = {rank.connection: rank for rank in ranks}
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            _report_hang(list(waiting.values()), timeout)
-        failures = []
+            _report_hang(list(waiting.values()), timeout, lost)
+        own = []
         for connection in ready:
             assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
-            try:
-                succeeded, answer = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                rank.process.join(5)
-                succeeded, answer = False, f"died with exit code {rank.process.exitcode}"
+            succeeded, answer = _answer_of(rank, deadline)
             if succeeded:
                 results[rank.rank] = answer
-            else:
-                failures.append(f"rank {rank.rank}: {answer}\nits output:\n{rank.log_tail()}")
-        if failures:
-            raise RankError("\n\n".join(failures))
+                continue
+            # A rank whose peer has gone may tell so before the end of that peer is seen.
+            of_peer = any(sign in answer for sign in PEER_LOST)
+            text = f"rank {rank.rank}: {answer}\nits output:\n{rank.log_tail()}"
+            (lost if of_peer else own).append(text)
+        if own:
+            raise RankError("\n\n".join([*own, *lost]))
+    if lost:
+        raise RankError("\n\n".join(lost))
     return [results[rank] for rank in sorted(results)]
 
 
-def _report_hang(stuck: list[_Rank], timeout: float) -> NoReturn:
+def _answer_of(rank: _Rank, deadline: float) -> tuple[bool, Any]:
+    """Whether the rank succeeded, and its result or what it ended in."""
+    try:
+        succeeded, answer = pickle.loads(rank.connection.recv_bytes())
+    except EOFError:
+        # Its pipe is closed before its exit code is known.
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+        return False, f"died with exit code {rank.process.exitcode}"
+    return succeeded, answer
+
+
+def _report_hang(stuck: list[_Rank], timeout: float, lost: list[str]) -> NoReturn:
     for rank in stuck:
         if rank.process.is_alive() and rank.process.pid is not None:
             os.kill(rank.process.pid, signal.SIGUSR1)
     time.sleep(0.5)
     texts = [f"rank {rank.rank} has not finished; its output:\n{rank.log_tail()}" for rank in stuck]
-    raise RankError(f"no result within {timeout:g} s\n\n" + "\n\n".join(texts))
+    raise RankError(f"no result within {timeout:g} s\n\n" + "\n\n".join([*texts, *lost]))
 
 
 def _rank_main(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,9 +34,38 @@ def one_rank_fails(how: str) -> None:
     dist.barrier()
 
 
+def peer_fails_first(folder: str) -> None:
+    """Rank 1 cuts its connections and dies only when rank 0 has failed of that and is gone."""
+    note = Path(folder) / "pid"
+    if dist.get_rank() == 0:
+        temporary = note.with_suffix(".part")
+        temporary.write_text(str(os.getpid()))
+        temporary.rename(note)
+        dist.barrier()
+    while not note.exists():
+        time.sleep(0.01)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as cut:
+            cut.getpeername()  # a socket that listens has none, and must stay
+            cut.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(int(note.read_text()), 0)
+            time.sleep(0.01)
+    os._exit(9)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_results_come_in_rank_order_from_one_world(size: int) -> None:
     assert run_ranks(size, total, 2.0) == [size * (size + 1.0)] * size
+
+
+def test_the_rank_that_failed_is_named_though_another_one_fails_of_it_first(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(RankError, match="^rank 1: died with exit code 9") as error:
+        run_ranks(2, peer_fails_first, str(tmp_path), timeout=60)
+    assert "rank 0: Traceback" in str(error.value)
 
 
 @pytest.mark.parametrize(

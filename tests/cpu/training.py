@@ -12,14 +12,12 @@ therefore the same under every layout.
 
 from __future__ import annotations
 
-import functools
-import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.harness import launch, row_of, watching
 from tests.pool import ROOT, run_ranks
 
 SCRIPT = ROOT / "examples" / "pretrain_gpt_sft.py"
@@ -94,10 +92,8 @@ def train(
     Returns:
         The iterations' numbers and what `collect` returned.
     """
-    from megatron.training import training as megatron_training
-
     from megatron_dynbatch.cpu import reset_megatron
-    from megatron_dynbatch.run import Launch, run_target
+    from tests.cpu.weights import overwrite_weights
 
     if install_hooks:
         from megatron_dynbatch import hooks
@@ -105,61 +101,17 @@ def train(
         hooks.install()
     reset_megatron()
     result = Training()
-    originals = megatron_training.train, megatron_training.training_log
-    megatron_training.train = _around_train(originals[0], result, weights_seed, before, collect)
-    megatron_training.training_log = _around_log(originals[1], result)
-    try:
-        run_target(Launch(str(script), False, (*TINY, *argv), cpu=True))
-    finally:
-        megatron_training.train, megatron_training.training_log = originals
-    return result
 
-
-def _around_train(
-    train_loop: Callable[..., Any],
-    result: Training,
-    weights_seed: int | None,
-    before: Callable[[list[Any], Any], Any] | None,
-    collect: Callable[[list[Any], Any], Any] | None,
-) -> Callable[..., Any]:
-    from tests.cpu.weights import overwrite_weights
-
-    @functools.wraps(train_loop)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(train_loop).bind(*args, **kwargs).arguments
-        model, optimizer = given["model"], given["optimizer"]
+    def begin(model: list[Any], optimizer: Any) -> None:
         if weights_seed is not None:
             overwrite_weights(model, weights_seed)
             optimizer.reload_model_params()
         if before is not None:
             before(model, optimizer)
-        answer = train_loop(*args, **kwargs)
-        if collect is not None:
-            result.collected = collect(model, optimizer)
-        return answer
 
-    return wrapper
+    def end(model: list[Any], optimizer: Any) -> None:
+        result.collected = collect(model, optimizer) if collect is not None else None
 
-
-def _around_log(log: Callable[..., Any], result: Training) -> Callable[..., Any]:
-    @functools.wraps(log)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
-        given = inspect.signature(log).bind(*args, **kwargs).arguments
-        row = {
-            "iteration": given["iteration"],
-            "learning_rate": given["learning_rate"],
-            "grad_norm": _number(given["grad_norm"]),
-            "consumed": get_args().consumed_train_samples,
-        }
-        row.update({name: float(value) for name, value in given["loss_dict"].items()})
-        result.rows.append(row)
-        return log(*args, **kwargs)
-
-    return wrapper
-
-
-def _number(value: Any) -> float:
-    # A step that overflowed in fp16 has no gradient norm.
-    return math.nan if value is None else float(value)
+    with watching(before=begin, after=end, logged=lambda given: result.rows.append(row_of(given))):
+        launch(script, (*TINY, *argv))
+    return result

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_dynbatch.rollouts import RolloutDirectory
 from tests.pool import run_ranks
+from tests.reliability.catalogue import shown
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64 "
@@ -100,6 +101,7 @@ def test_wrong_command_lines_are_told_before_training(directory: Path, tmp_path:
                "--calculate-per-token-loss"), "number of tokens that may be 0"),
         (flags(directory, "--mtp-num-layers", "2", "--position-embedding-type", "rope"),
          "--mtp-num-layers above 1"),
+        (flags(directory, "--keep-batches", "-1"), "--keep-batches -1: give a number of batches"),
         (flags(directory, "--num-experts", "2", "--moe-expert-capacity-factor", "1",
                "--moe-token-dispatcher-type", "alltoall"), "--moe-expert-capacity-factor"),
     ]
@@ -107,6 +109,9 @@ def test_wrong_command_lines_are_told_before_training(directory: Path, tmp_path:
     for (line, expected), (args, error) in zip(cases, results, strict=True):
         assert not args, f"accepted: {line}"
         assert expected in error, f"{line}: {error[-300:]}"
+    told = "\n".join(error for _, error in results)
+    shown("--dynamic-global-batch cannot be used like this", told)
+    shown("--keep-batches", told)
 
 
 def _help() -> str:

@@ -14,12 +14,8 @@ from megatron_dynbatch.hooks.loss import _scaled_loss, weighted_output
 from megatron_dynbatch.layout import MicroBatch, build_micro_batch
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions, make_plan
 from megatron_dynbatch.rollouts import Sample, SampleIndex
-
-# The golden fixture: samples A, B of rollout 0, C of rollout 1, D of rollout 2.
-PROMPTS = [3, 5, 2, 1]
-MASKS = [[1, 1, 0, 1], [1], [0, 0], [1, 1]]
-VALUES = [[1.0, 2, 100, 3], [10], [7, 8], [4, 6]]
-ROLLOUTS = [0, 0, 1, 2]
+from tests.golden import MASKS, PROMPTS, ROLLOUTS, VALUES
+from tests.reliability.catalogue import shown
 
 
 def golden(reduction: str = "rollout") -> tuple[MicroBatch, torch.Tensor]:
@@ -102,5 +98,6 @@ def test_an_output_that_is_not_per_token_is_named_by_its_shape() -> None:
 
 def test_a_loss_that_returns_no_scalar_is_named() -> None:
     micro_batch, x = golden()
-    with pytest.raises(ValueError, match=r"not a tensor of shape \(1, 20\)"):
+    with pytest.raises(ValueError, match=r"not a tensor of shape \(1, 20\)") as raised:
         _scaled_loss(run(), micro_batch, lambda output: (output, {}), x)
+    shown("the loss function must return one scalar", str(raised.value))

@@ -13,6 +13,7 @@ from megatron_dynbatch.rollouts import RolloutDirectory, RolloutQueue, Sample
 from megatron_dynbatch.steps import Cursor, StepFeed
 from tests.cpu.training import train, train_ranks
 from tests.pool import run_ranks
+from tests.reliability.catalogue import shown
 
 
 def write_run(path: Path) -> None:
@@ -116,6 +117,7 @@ def test_a_run_from_the_beginning_needs_all_batches(tmp_path: Path) -> None:
     RolloutDirectory(path).delete_before(1)
     (told,) = run_ranks(1, refused, flags(path, checkpoint, "--save-interval", "2"))
     assert "training would go on at rollout batch 0" in told
+    shown("training would go on at rollout batch", told)
     assert "batch 0 was deleted" in told
     assert f"the oldest checkpoint that would do: none in {checkpoint}" in told
 

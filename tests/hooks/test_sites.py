@@ -22,6 +22,7 @@ from megatron_dynbatch.hooks.sites import (
     install_sites,
     uninstall_sites,
 )
+from tests.reliability.catalogue import shown
 
 SOURCE = '''\
 def size(a, b):
@@ -104,6 +105,7 @@ def test_a_wrong_count_changes_nothing_and_names_every_site(toy: ModuleType) -> 
     assert toy.size.__code__ is before
     assert "fail: found 1 times in fail, expected 2" in str(caught.value)
     assert "absent: toy_megatron has no function absent" in str(caught.value)
+    shown("this Megatron does not match", str(caught.value))
 
 
 def test_a_wrapper_that_declares_itself_is_looked_through(toy: ModuleType) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, StepPlan
 from megatron_dynbatch.plan.denominators import loss_denominator, sample_denominators
 from megatron_dynbatch.rollouts import Sample, SampleIndex
-from tests.reduce import golden
+from tests import golden
 
 
 def golden_samples(**per_token: Sequence[Sequence[float]]) -> list[Sample]:

@@ -6,8 +6,8 @@ import torch
 
 from megatron_dynbatch.layout import build_micro_batch
 from megatron_dynbatch.plan import ParallelLayout
+from tests import golden
 from tests.layout.helpers import golden_samples, plan_of
-from tests.reduce import golden
 
 SAMPLES = dict(enumerate(golden_samples(log_probs=golden.VALUES)))
 

@@ -170,7 +170,9 @@ def test_loss_and_gradient_follow_the_paper(name: str, reduction: str) -> None:
         found, by_sample = local_results(name, plan, 0)
         assert found == pytest.approx(loss, rel=1e-11)
         for i, gradient in enumerate(gradients):
-            np.testing.assert_allclose(by_sample[i], gradient, rtol=1e-10, atol=1e-14)
+            np.testing.assert_allclose(
+                by_sample[i], gradient, rtol=1e-10, atol=1e-14, equal_nan=False
+            )
 
 
 def cp_job(split: list[list[list[int]]]) -> dict[str, tuple[float, dict[int, np.ndarray], list]]:
@@ -205,7 +207,7 @@ def test_context_parallel_ranks_exchange_two_numbers_per_sample(cp: int) -> None
         assert sum(rank[name][0] for rank in ranks) == pytest.approx(loss, rel=1e-11)
         for i, gradient in enumerate(gradients):
             summed = sum(rank[name][1][i] for rank in ranks)
-            np.testing.assert_allclose(summed, gradient, rtol=1e-10, atol=1e-14)
+            np.testing.assert_allclose(summed, gradient, rtol=1e-10, atol=1e-14, equal_nan=False)
         # GSPO also decides its off-policy mask: one more value in the same all-reduce.
         values = {"gspo": 3, "gmpo": 2}.get(name)
         shapes = [[values, b] for b in per_micro_batch] if values else []
@@ -229,3 +231,41 @@ def test_gradcheck(name: str) -> None:
     loss: Callable[..., tuple[Tensor, object]] = losses.__dict__[name]
     options = {**OPTIONS.get(name, {})}
     assert torch.autograd.gradcheck(lambda x: loss(x, mb, **options)[0], (start,))
+
+
+def with_published_bounds(name: str, ratio: float, advantage: float) -> tuple[float, float]:
+    """−x and its derivative by logp of one token at a ratio, with no option given."""
+    sample = Sample([1, 2], 1, advantage=advantage, log_probs=[-1.0])
+    mb = build_micro_batch(plan_of([sample], [[[0]]]), 0, 0, 0, {0: sample})
+    # Token losses are −logp, NaN where nothing is predicted.
+    output = torch.tensor([1.0 - np.log(ratio), np.nan], dtype=torch.float64, requires_grad=True)
+    loss, _ = losses.__dict__[name](output, mb)
+    loss.backward()
+    assert output.grad is not None
+    return -loss.item(), output.grad[0].item()
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "advantage", "bounded"),
+    [
+        # MiniMax-M1 has no lower bound; the upper one is 1 + 2.
+        ("cispo", 0.01, 1.0, 0.01), ("cispo", 2.9, 1.0, 2.9), ("cispo", 3.1, -1.0, 3.0),
+        # GSPO, section 5.1: 3e-4 and 4e-4.
+        ("gspo", 1.00035, 1.0, 1.00035), ("gspo", 1.00045, 1.0, 1.0004),
+        ("gspo", 0.99975, -1.0, 0.99975), ("gspo", 0.99965, -1.0, 0.9997),
+        # GMPO: e^-0.4 and e^0.4.
+        ("gmpo", np.exp(0.35), 1.0, np.exp(0.35)), ("gmpo", np.exp(0.45), 1.0, np.exp(0.4)),
+        ("gmpo", np.exp(-0.35), -1.0, np.exp(-0.35)), ("gmpo", np.exp(-0.45), -1.0, np.exp(-0.4)),
+    ],
+)  # fmt: skip
+def test_bounds_without_options_are_the_published_ones(
+    name: str, ratio: float, advantage: float, bounded: float
+) -> None:
+    value, derivative = with_published_bounds(name, ratio, advantage)
+    if name == "cispo":  # the bounded ratio is a weight without gradient
+        assert value == pytest.approx(bounded * advantage * (np.log(ratio) - 1), rel=1e-12)
+        assert derivative == pytest.approx(bounded * advantage, rel=1e-12)
+    else:
+        assert value == pytest.approx(advantage * bounded, rel=1e-12)
+        inside = ratio * advantage if bounded == ratio else 0.0
+        assert derivative == pytest.approx(inside, rel=1e-12, abs=1e-15)

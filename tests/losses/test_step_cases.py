@@ -10,9 +10,9 @@ import torch
 from megatron_dynbatch.layout import build_micro_batch
 from megatron_dynbatch.losses import megatron_loss
 from megatron_dynbatch.plan import ParallelLayout, StepPlan
+from tests import golden
 from tests.layout.helpers import golden_samples, plan_of
 from tests.losses.helpers import mean_of_values, run_step, sample_with
-from tests.reduce import golden
 
 FAN_OUT = [
     sample_with([1.0] * 50, rollout_id=0),

@@ -6,11 +6,8 @@ optimizer and log, so that what is compared is what Megatron itself saw.
 
 from __future__ import annotations
 
-import functools
-import inspect
-import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.harness import launch, row_of, watching
 from tests.parity.architecture import Architecture
 from tests.parity.reference import Recipe
 from tests.pool import ROOT, run_ranks
@@ -139,71 +137,48 @@ def note_version() -> None:
 
 def run_rank(cell: Cell) -> Observed:
     """The cell on this rank."""
-    from megatron_dynbatch.run import Launch, run_target
-
     if cell.plugin:
         from megatron_dynbatch import hooks
 
         hooks.install()
     if cell.prepare is not None:
         cell.prepare()
-    # The launcher replaces the first entry by the script's folder.
-    sys.path.append(str(ROOT))
     observed = Observed()
-    _observe(observed, cell)
-    try:
-        run_target(Launch(str(cell.script), False, tuple(cell.argv()), cpu=True))
-    except SystemExit as end:  # --exit-interval, for example
-        if (end.code or 0) != cell.exit_code:
-            raise
-    else:
-        assert cell.exit_code == 0, f"Megatron did not end with exit code {cell.exit_code}"
+    with _observing(observed, cell):
+        try:
+            launch(cell.script, cell.argv())
+        except SystemExit as end:  # --exit-interval, for example
+            if (end.code or 0) != cell.exit_code:
+                raise
+        else:
+            assert cell.exit_code == 0, f"Megatron did not end with exit code {cell.exit_code}"
     return observed
 
 
-def _observe(observed: Observed, cell: Cell) -> None:
-    """Wrap Megatron's loop and log; the process ends with the job, so nothing is put back."""
+@contextlib.contextmanager
+def _observing(observed: Observed, cell: Cell) -> Iterator[None]:
+    """Keep what Megatron's loop, optimizer and log see; what is printed, for good."""
     from megatron.training import training
 
-    train_loop, log, show = training.train, training.training_log, training.print_rank_last
+    show = training.print_rank_last
 
-    @functools.wraps(train_loop)
-    def train(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(train_loop).bind(*args, **kwargs).arguments
-        model, optimizer = given["model"], given["optimizer"]
+    def begin(model: list[Any], optimizer: Any) -> None:
         if cell.overwrite_weights:
             set_parameters(model, cell.architecture.initial_parameters())
             optimizer.reload_model_params()
         observe_optimizer(observed, model, optimizer)
-        return train_loop(*args, **kwargs)
 
-    @functools.wraps(log)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(log).bind(*args, **kwargs).arguments
-        observed.rows.append(_row(given))
+    def logged(given: Mapping[str, Any]) -> None:
+        observed.rows.append(row_of(given))
         observed.cursors.append(_cursor())
-        return log(*args, **kwargs)
 
     def print_rank_last(line: str) -> None:
         observed.lines.append(line)
         show(line)
 
-    training.train, training.training_log = train, training_log
     training.print_rank_last = print_rank_last
-
-
-def _row(given: Mapping[str, Any]) -> dict[str, float]:
-    from megatron.training import get_args
-
-    row = {
-        "iteration": given["iteration"],
-        "learning_rate": given["learning_rate"],
-        # None without clipping.
-        "grad_norm": math.nan if given["grad_norm"] is None else float(given["grad_norm"]),
-        "consumed": get_args().consumed_train_samples,
-    }
-    row.update({name: float(value) for name, value in given["loss_dict"].items()})
-    return row
+    with watching(before=begin, logged=logged):
+        yield
 
 
 def _cursor() -> dict[str, Any]:
@@ -284,6 +259,8 @@ def assemble(parts: Sequence[Mapping[str, Shard]]) -> dict[str, Tensor]:
     for part in parts:
         for name, shard in part.items():
             twin = found.setdefault(name, {}).setdefault(shard.rank, shard)
+            if twin is shard:
+                continue
             difference = (twin.values - shard.values).abs().max().item()
             assert difference <= 1e-6 * (1 + twin.values.abs().max().item()), (
                 f"{name} differs by {difference} between ranks that replicate it"

@@ -14,9 +14,11 @@ INTRODUCTION = """\
 Written by `make parity`; every number here was measured by a test of `tests/parity/`, on the real
 `megatron.training.pretrain` of megatron-core {megatron} with torch {torch}, on CPUs over gloo.
 
-One set of rollouts is trained: uneven steps, 1 to 4 samples per rollout, different lengths, holes
-in the masks and samples without any trained token. Beside it runs an independent loop
-(`tests/parity/reference.py`): one process, one sample at a time, no packing, no padding, no
+One set of rollouts is trained: uneven steps, 1 to 4 samples per rollout, neighbours of equal
+lengths, samples without a prompt, advantages of both signs within a response, holes in the masks,
+also where context parallelism cuts, and samples without any trained token. What is not finite
+counts as infinitely far, a name that is missing on one side fails. Beside it runs an independent
+loop (`tests/parity/reference.py`): one process, one sample at a time, no packing, no padding, no
 micro-batches, none of this package's code, in float64. After every step the two are compared.
 
 Each number is the largest deviation over all steps. `gradients` (before the optimizer) and

@@ -204,12 +204,12 @@ def token_values(log_probs: Tensor, example: Example, objective: str) -> dict[st
         return {"lm loss": -chosen}
     old = torch.tensor(example.log_probs, dtype=chosen.dtype)
     to_ref = torch.tensor(example.ref_log_probs, dtype=chosen.dtype) - chosen
-    advantage = example.advantage
+    advantage = torch.tensor(example.advantages, dtype=chosen.dtype)
     ratio = torch.exp(chosen - old)
     plain, clipped = -advantage * ratio, -advantage * torch.clip(ratio, 0.8, 1.2)
     surrogate = torch.where(plain >= clipped, plain, clipped)
     over = (surrogate > -3 * advantage) & (advantage < 0)
-    policy = torch.where(over, torch.full_like(surrogate, -3 * advantage), surrogate)
+    policy = torch.where(over, -3 * advantage, surrogate)
     divergence = torch.exp(to_ref) - to_ref - 1
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     return {
@@ -247,9 +247,13 @@ def denominators_of(examples: Sequence[Example], recipe: Recipe) -> tuple[list[f
 
 
 def response_log_probs(logits: Tensor, example: Example) -> Tensor:
-    """Log-probabilities from which every response token was drawn, [R, vocab]."""
+    """Log-probabilities from which every response token was drawn, [R, vocab].
+
+    Uniform ones stand for those of a first token without a prompt, which is never trained.
+    """
     # The prediction of token t is made at position t - 1.
-    return logits[len(example.tokens) - len(example.mask) - 1 : -1].log_softmax(-1)
+    predicting = torch.cat([torch.zeros_like(logits[:1]), logits[:-1]])
+    return predicting[len(example.tokens) - len(example.mask) :].log_softmax(-1)
 
 
 def _groups(parameters: dict[str, Tensor]) -> list[dict[str, object]]:

@@ -1,4 +1,10 @@
-"""The rollouts that the parity suite trains on: uneven steps, fan-out, distinct lengths, holes."""
+"""The rollouts that the parity suite trains on, made to be hard to get right by accident.
+
+Uneven steps; fan-out, so that no step but one of a single sample has as many samples as rollouts;
+neighbours of equal lengths; samples without a prompt, which carry every column all the same;
+advantages of both signs within a response; masks with holes, some of them where context
+parallelism cuts.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +33,12 @@ class Example:
 
     Attributes:
         tokens: T token ids.
-        mask: R entries 0/1 for the last R tokens.
+        mask: R entries 0/1 for the last R tokens; the first is 0 if R = T.
         rollout: Which rollout emitted it, unique over all steps.
         group: Prompt group of that rollout.
-        advantage: Of the whole response.
+        advantages: R, of both signs; for every fourth rollout R times the same.
         log_probs: R log-probabilities under the old policy; float32 holds them exactly, as it
-            does the advantage.
+            does the advantages.
         ref_log_probs: R, under the reference policy.
     """
 
@@ -40,7 +46,7 @@ class Example:
     mask: tuple[int, ...]
     rollout: int
     group: int
-    advantage: float
+    advantages: tuple[float, ...]
     log_probs: tuple[float, ...]
     ref_log_probs: tuple[float, ...]
 
@@ -48,11 +54,12 @@ class Example:
 def make_steps(
     sizes: Sequence[int] = STEP_SIZES, *, vocab: int = 128, seed: int = 0, trained: float = 0.8
 ) -> list[list[Example]]:
-    """Rollouts of 1 to 4 samples each; lengths differ within a step; some masks are all zero.
+    """Rollouts of 1 to 4 samples each; lengths differ within a step, but for twins.
 
     In every step the second rollout is trained nowhere, and one sample of a larger rollout has an
-    empty mask too. Two rollouts make a prompt group. `trained` is the share of a response's tokens
-    that are trained, the last one always.
+    empty mask too. The first two samples of each rollout of three or more are twins, of the same
+    lengths; the third one has no prompt. Two rollouts make a prompt group. `trained` is the share
+    of a response's tokens that are trained, the last one always.
     """
     draw = random.Random(seed)
     steps, rollout = [], 0
@@ -63,27 +70,41 @@ def make_steps(
         for k, fan_out in enumerate(fan_outs):
             for j in range(fan_out):
                 empty = k == 1 or (fan_out == 4 and j == 2)
+                length = lengths.pop()
+                response = draw.randint(1, length - 1)
+                if fan_out >= 3 and j == 1:
+                    length, response = len(step[-1].tokens), len(step[-1].mask)
+                elif fan_out >= 3 and j == 2:
+                    response = length
                 share = 0.0 if empty else trained
-                step.append(_example(draw, lengths.pop(), rollout + k, vocab, share))
+                step.append(_example(draw, length, response, rollout + k, vocab, share))
         steps.append(step)
         rollout += size
     return steps
 
 
 def _example(
-    draw: random.Random, length: int, rollout: int, vocab: int, trained: float
+    draw: random.Random, length: int, response: int, rollout: int, vocab: int, trained: float
 ) -> Example:
-    response = draw.randint(1, length - 1)
     mask = [int(trained > 0 and draw.random() < trained) for _ in range(response)]
+    # Two ranks of context parallelism cut into quarters, and the token behind a cut is predicted
+    # before it: holes on one side or the other.
+    for cut in (-(-length // 4), -(-length // 4) * 2):
+        entry = cut + draw.randint(0, 1) - (length - response)
+        if 0 <= entry < response:
+            mask[entry] = 0
     if trained:
         mask[-1] = 1
+    if response == length:
+        mask[0] = 0  # nothing predicts it
     # The last id is Megatron's end of document; keep clear of it.
     tokens = [draw.randrange(vocab - 1) for _ in range(length)]
     old, ref = (
         tuple(draw.randint(-448, -192) / 64 for _ in range(response)) for _ in ("old", "ref")
     )
-    advantage = draw.choice([-1, 1]) * draw.randint(16, 128) / 64
-    return Example(tuple(tokens), tuple(mask), rollout, rollout // 2, advantage, old, ref)
+    drawn = [draw.choice([-1, 1]) * draw.randint(16, 128) / 64 for _ in range(response)]
+    advantages = tuple(drawn) if rollout % 4 else (drawn[0],) * response
+    return Example(tuple(tokens), tuple(mask), rollout, rollout // 2, advantages, old, ref)
 
 
 def write_batches(path: Path, batches: Sequence[Sequence[Example]], *, finish: bool = True) -> None:
@@ -102,7 +123,8 @@ def to_sample(example: Example) -> Sample:
         loss_mask=example.mask,
         rollout_id=example.rollout,
         group_id=example.group,
-        advantage=example.advantage,
+        # A rollout's own advantage is one number where it is the same everywhere.
+        advantage=example.advantages if len(set(example.advantages)) > 1 else example.advantages[0],
         log_probs=example.log_probs,
         ref_log_probs=example.ref_log_probs,
     )

@@ -86,8 +86,16 @@ def bar_of(choice: dict[str, Any]) -> float:
     return 1e-9 if choice["head"] == "logits" else 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", CELLS, ids=name_of)
+def is_fast(choice: dict[str, Any]) -> bool:
+    """The first cell with a distributed optimizer whose communication overlaps."""
+    return choice is next(c for c in CELLS if c["distributed"] and c["overlap"])
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [c if is_fast(c) else pytest.param(c, marks=pytest.mark.slow) for c in CELLS],
+    ids=name_of,
+)
 def test_every_pair_of_options_equals_the_independent_loop(
     choice: dict[str, Any],
     short_path: Path,
@@ -101,9 +109,11 @@ def test_every_pair_of_options_equals_the_independent_loop(
     found = deviations(observed, steps)
     record("options", name_of(choice), found)
     bar = bar_of(choice)
-    assert found["metrics"] < bar
-    assert found.get("parameters", 0.0) < bar
-    assert found.get("gradients", 0.0) < bar
+    compared = {"metrics", "gradients", "parameters"}
+    if choice["distributed"]:  # no rank has whole gradients, overlapped ones gather later
+        compared -= {"gradients", "parameters"} if choice["overlap"] else {"gradients"}
+    assert compared <= found.keys()
+    assert all(found[quantity] < bar for quantity in compared)
     assert found["learning rate"] < 1e-12
     assert found["weight decay"] < 1e-12
     assert found["consumed"] == 0

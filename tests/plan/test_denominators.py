@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, make_plan
+from tests import golden
 from tests.plan.helpers import make_index
 
-# Samples A, B, C, D: prompts of 3, 5, 2, 1 tokens; rollouts A+B, C, D; C has no trained token.
-MASKS = {"A": [1, 1, 0, 1], "B": [1], "C": [0, 0], "D": [1, 1]}
-VALUES = {"A": [1, 2, 100, 3], "B": [10], "C": [7, 8], "D": [4, 6]}
+# Samples A, B, C, D; C has no trained token.
+MASKS, VALUES = (dict(zip("ABCD", rows, strict=True)) for rows in (golden.MASKS, golden.VALUES))
 
 
 def golden_plan(**options: object) -> Plan:
     index = make_index(
-        [7, 6, 4, 3], rollout_ids=[0, 0, 1, 2], group_ids=[0, 0, 0, 1], mask_sums=[3, 1, 0, 2]
+        golden.TOTALS,
+        rollout_ids=golden.ROLLOUTS,
+        group_ids=golden.GROUPS,
+        mask_sums=[sum(mask) for mask in golden.MASKS],
     )
     settings = PlanOptions(max_tokens_per_gpu=64, **options)  # type: ignore[arg-type]
     plan = make_plan(index, ParallelLayout(), settings)

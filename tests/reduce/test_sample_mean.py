@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_dynbatch.layout.zigzag import zigzag_indices
 from megatron_dynbatch.reduce.sample_mean import get_sum_of_sample_mean
-from tests.reduce import golden
+from tests import golden
 
 
 def masks_of(rows, dtype=torch.float32):

@@ -55,8 +55,12 @@ def test_sums_over_ranks_are_those_of_the_definition(shapes, cp, zigzag, seed):
     parts = np.split(masks.numpy(), np.cumsum([r for _, r in shapes])[:-1]) if shapes else []
     for i, (x_i, mask) in enumerate(zip(values, parts, strict=True)):
         expected = (x_i.astype(np.float64) * mask).sum(1) / denoms[i].item()
-        np.testing.assert_allclose(sums[:, i].numpy(), expected, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(totals.numpy(), sums.sum(1).numpy(), rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(
+            sums[:, i].numpy(), expected, rtol=1e-12, atol=1e-12, equal_nan=False
+        )
+    np.testing.assert_allclose(
+        totals.numpy(), sums.sum(1).numpy(), rtol=1e-12, atol=1e-12, equal_nan=False
+    )
 
 
 def test_contiguous_chunks_by_hand():

@@ -20,6 +20,7 @@ from megatron_dynbatch.cli.main import build_parser
 from megatron_dynbatch.hooks.arguments import imply
 from megatron_dynbatch.hooks.horizon import check_unknown_total
 from megatron_dynbatch.hooks.loss import weighted_output
+from megatron_dynbatch.hooks.policy import batch_needed
 from megatron_dynbatch.hooks.tracker import TRACKER, mend_tracker
 from megatron_dynbatch.layout import build_micro_batch
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, make_plan
@@ -163,6 +164,9 @@ OPTION_ERRORS: dict[str, BadInput] = {
     "another sequence length": flags(seq_length=32),
     "a negative staleness": lambda path: Staleness(-1),
     "no empty batch at all": lambda path: EmptyBatches(0),
+    "a generator that is not named by module and function": lambda path: batch_needed(
+        [], argparse.Namespace(on_batch_needed="generate")
+    ),
     "a queue without name": lambda path: open_transport("queue:"),
     "a bucket as the rollout path": lambda path: open_transport("s3://bucket/rollouts"),
     "a bucket as a directory": lambda path: RolloutDirectory("gs://bucket/rollouts"),
@@ -380,15 +384,33 @@ BAD_INPUT: dict[str, BadInput] = {
     **SAMPLES, **STORAGE, **PLANS, **OPTION_ERRORS, **COMMANDS, **RESUMES, **RUNS
 }  # fmt: skip
 
-# Messages of the page that whole trainings show, and where.
+# Messages of the page that need Megatron's arguments or a training, and the test that calls
+# `catalogue.shown` with what was raised.
 SHOWN_ELSEWHERE = {
-    "--dynamic-global-batch cannot be used like this": "tests/hooks/test_arguments.py",
-    "--keep-batches": "tests/hooks/test_arguments.py",
-    "--on-batch-needed": "tests/hooks/test_arguments.py",
-    "the checkpoint counts": "tests/parity/test_resume.py",
-    "training would go on at rollout batch": "tests/hooks/test_retention.py",
-    "the loss function must return one scalar": "tests/hooks/test_loss.py",
-    "rank … (DP rank …): the loss of step": "tests/reliability/test_numbers.py",
-    "this Megatron does not match": "tests/hooks/test_sites.py",
-    "megatron_dynbatch.install() hooks": "tests/versions/test_imports.py",
+    "--dynamic-global-batch cannot be used like this": (
+        "tests/hooks/test_arguments.py::test_wrong_command_lines_are_told_before_training"
+    ),
+    "--keep-batches": (
+        "tests/hooks/test_arguments.py::test_wrong_command_lines_are_told_before_training"
+    ),
+    "the checkpoint counts": (
+        "tests/hooks/test_session.py"
+        "::test_a_checkpoint_without_cursor_is_taken_at_its_beginning_only"
+    ),
+    "the loss function must return one scalar": (
+        "tests/hooks/test_loss.py::test_a_loss_that_returns_no_scalar_is_named"
+    ),
+    "rank … (DP rank …): the loss of step": (
+        "tests/reliability/test_numbers.py"
+        "::test_an_infinite_loss_names_sample_rollout_and_rank"
+    ),
+    "training would go on at rollout batch": (
+        "tests/hooks/test_retention.py::test_a_run_from_the_beginning_needs_all_batches"
+    ),
+    "megatron_dynbatch.install() hooks": (
+        "tests/versions/test_imports.py::test_plain_functions_need_no_megatron_training"
+    ),
+    "this Megatron does not match": (
+        "tests/hooks/test_sites.py::test_a_wrong_count_changes_nothing_and_names_every_site"
+    ),
 }

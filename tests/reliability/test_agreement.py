@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,11 +16,12 @@ import torch.distributed as dist
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 from megatron_dynbatch.steps import Exchange, StepFeed
+from tests.harness import launch
 from tests.parity.job import OWN_SCRIPT, Cell
 from tests.parity.layouts import Layout
 from tests.parity.reference import Recipe
 from tests.parity.rollouts import CAPACITY, make_steps, write_batches
-from tests.pool import ROOT, run_ranks
+from tests.pool import run_ranks
 
 RANKS = 4  # dp 2 × pp 2: rank r is DP rank r % 2 on stage r // 2
 LAYOUT = ParallelLayout(dp=2, pp=2)
@@ -262,10 +262,8 @@ def test_a_missing_rank_is_named_while_it_is_waited_for_and_at_the_end(
 def train_late(argv: list[str]) -> tuple[float, str]:
     """Rank 1 comes 6 s late to the second batch of a training: when and how each rank ended."""
     from megatron_dynbatch import hooks
-    from megatron_dynbatch.run import Launch, run_target
 
     hooks.install()
-    sys.path.append(str(ROOT))  # the launcher replaces the first entry by the script's folder
     agreed, start = StepFeed._agreed_batch, time.monotonic()
 
     def late(feed: StepFeed) -> Any:
@@ -277,7 +275,7 @@ def train_late(argv: list[str]) -> tuple[float, str]:
 
     StepFeed._agreed_batch = late  # type: ignore[method-assign]
     try:
-        run_target(Launch(str(OWN_SCRIPT), False, tuple(argv), cpu=True))
+        launch(OWN_SCRIPT, argv)
         error = "none"
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import pkgutil
-import re
 import tempfile
 from pathlib import Path
 
@@ -15,22 +15,7 @@ import megatron_dynbatch
 from megatron_dynbatch.errors import DynbatchError
 from tests.pool import ROOT
 from tests.reliability.bad_input import BAD_INPUT, SHOWN_ELSEWHERE
-
-
-def catalogue() -> list[tuple[list[str], str]]:
-    """(classes of the section, message) of each line of the page."""
-    lines, classes = [], list[str]()
-    for line in (ROOT / "docs" / "errors.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("## "):
-            classes = re.findall(r"\b[A-Z]\w+", line.partition("(")[0])
-        elif line.startswith("| ") and not line.startswith("| message"):
-            lines.append((classes, line.split("|")[1].strip()))
-    return lines
-
-
-def pattern(message: str) -> re.Pattern[str]:
-    return re.compile(re.escape(message).replace("…", ".*"), re.DOTALL)
-
+from tests.reliability.catalogue import catalogue, pattern
 
 CATALOGUE = catalogue()
 
@@ -58,10 +43,26 @@ def test_every_line_of_the_page_has_a_bad_input() -> None:
         for _, line in CATALOGUE
         if not any(pattern(line).fullmatch(message) for message in messages)
     ]
-    for start, place in SHOWN_ELSEWHERE.items():
+    for start, test in SHOWN_ELSEWHERE.items():
         assert any(line.startswith(start) for line in unshown)
-        assert (ROOT / place).exists()
+        assert start in shown_by(test), f"{test} does not call shown({start!r}, …)"
     assert [line for line in unshown if not line.startswith(tuple(SHOWN_ELSEWHERE))] == []
+
+
+def shown_by(test: str) -> set[str]:
+    """First arguments of the calls of `shown` in a test, given as file::name."""
+    file, _, name = test.partition("::")
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    functions = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name
+    ]
+    assert len(functions) == 1, f"there is no test {test}: name it as file::function"
+    calls = [node for node in ast.walk(functions[0]) if isinstance(node, ast.Call)]
+    return {
+        ast.literal_eval(call.args[0])
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "shown"
+    }
 
 
 def test_every_class_is_on_the_page() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import inspect
 import os
 import random
-import sys
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,10 @@ import torch
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 from megatron_dynbatch.steps import StepFeed
+from tests.harness import launch, watching
 from tests.parity.job import OWN_SCRIPT, Cell
 from tests.parity.reference import Recipe
-from tests.pool import ROOT, run_ranks
+from tests.pool import run_ranks
 
 CAPACITY = 64
 NUM_STEPS = 500
@@ -112,29 +111,22 @@ def settle() -> None:
 
 def train_and_watch(argv: list[str]) -> list[tuple[int, float, int | None]]:
     """A training in this process: step, resident kB after it, live tensors after each 50th."""
-    from megatron.training import training
-
     from megatron_dynbatch import hooks
-    from megatron_dynbatch.run import Launch, run_target
 
     hooks.install()
-    sys.path.append(str(ROOT))  # the launcher replaces the first entry by the script's folder
-    log = training.training_log
     rows: list[tuple[int, float, int | None]] = []
 
-    @functools.wraps(log)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        iteration = inspect.signature(log).bind(*args, **kwargs).arguments["iteration"]
+    def logged(given: Mapping[str, Any]) -> None:
+        iteration = given["iteration"]
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         tensors = None
         if iteration % PERIOD == 0 and iteration < NUM_STEPS:
             settle()
             tensors = live_tensors()
         rows.append((iteration, pages * os.sysconf("SC_PAGE_SIZE") / 1024, tensors))
-        return log(*args, **kwargs)
 
-    training.training_log = training_log
-    run_target(Launch(str(OWN_SCRIPT), False, tuple(argv), cpu=True))
+    with watching(logged=logged):
+        launch(OWN_SCRIPT, argv)
     return rows
 
 

@@ -20,6 +20,7 @@ from tests.parity.layouts import Layout
 from tests.parity.reference import Recipe, train
 from tests.parity.rollouts import CAPACITY, Example, make_steps, write_batches
 from tests.pool import RankError
+from tests.reliability.catalogue import shown
 
 MILLION = 1_000_000
 
@@ -85,6 +86,7 @@ def test_an_infinite_loss_names_sample_rollout_and_rank(tmp_path: Path) -> None:
         "(rollout 4)",
     ):
         assert part in str(raised.value)
+    shown("rank … (DP rank …): the loss of step", str(raised.value))
 
 
 def lengths_of(count: int, length: int) -> SampleIndex:

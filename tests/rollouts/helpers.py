@@ -6,21 +6,19 @@ import numpy as np
 
 from megatron_dynbatch.rollouts import OPTIONAL_FIELDS, PER_TOKEN_FIELDS, Sample
 from megatron_dynbatch.rollouts.sample import EXTRA_KINDS
+from tests import golden
 
 FIELDS = ("tokens", "loss_mask", "rollout_id", "group_id", "policy_version")
 
 
 def golden_samples() -> list[Sample]:
     """Samples A, B, C, D of the golden fixture: prompts of 3, 5, 2, 1 tokens, three rollouts."""
-    prompts = [3, 5, 2, 1]
-    masks = [[1, 1, 0, 1], [1], [0, 0], [1, 1]]
-    values = [[1, 2, 100, 3], [10], [7, 8], [4, 6]]
     return [
         Sample(
-            range(10 * i, 10 * i + prompts[i] + len(masks[i])),
-            loss_mask=masks[i],
-            rollout_id=[0, 0, 1, 2][i],
-            values=values[i],
+            range(10 * i, 10 * i + golden.TOTALS[i]),
+            loss_mask=golden.MASKS[i],
+            rollout_id=golden.ROLLOUTS[i],
+            values=golden.VALUES[i],
         )
         for i in range(4)
     ]

@@ -21,7 +21,7 @@ from megatron_dynbatch.steps import StepFeed
 from tests.rollouts.helpers import assert_same_samples, random_samples
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 from megatron_dynbatch.rollouts.ray_local import start_local_ray  # noqa: E402
 from megatron_dynbatch.rollouts.ray_transport import RayRollouts, encode_part  # noqa: E402
@@ -47,6 +47,7 @@ def kill(rollouts: RayRollouts) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@slow
 def test_a_cluster_of_one_machine_listens_on_loopback_only() -> None:
     own = {child.pid for child in psutil.Process().children(recursive=True)}
     listening = [
@@ -86,6 +87,7 @@ def test_write_read_delete_and_finish(name: str) -> None:
         rollouts.write(samples)
 
 
+@slow
 def test_the_feed_trains_from_ray(name: str) -> None:
     rollouts = RayRollouts(name)
     layout, options = ParallelLayout(), PlanOptions(max_tokens_per_gpu=12, rollouts_per_step=2)
@@ -101,6 +103,7 @@ def test_the_feed_trains_from_ray(name: str) -> None:
     assert seen == [[0, 1], [2], [9, 10], [11], [18, 19], [20]]
 
 
+@slow
 @pytest.mark.parametrize("planned_for", [32, 24, None])
 def test_a_rank_fetches_its_own_rows_only(name: str, planned_for: int | None) -> None:
     """32 ranks, whether the batch was planned for them, for others, or not at all.
@@ -128,6 +131,7 @@ def test_a_rank_fetches_its_own_rows_only(name: str, planned_for: int | None) ->
     assert cuts == (0 if planned_for == 32 else 11)
 
 
+@slow
 def test_an_actor_with_a_journal_comes_back_with_all_batches(name: str, tmp_path: Path) -> None:
     path = f"ray:///{name}?journal={tmp_path / 'journal'}"
     rollouts: Any = open_transport(path)
@@ -155,6 +159,7 @@ def test_an_actor_with_a_journal_comes_back_with_all_batches(name: str, tmp_path
     assert rollouts.state(2) == "end"
 
 
+@slow
 def test_an_actor_killed_while_batches_are_written_loses_and_doubles_none(
     name: str, tmp_path: Path
 ) -> None:
@@ -170,6 +175,7 @@ def test_an_actor_killed_while_batches_are_written_loses_and_doubles_none(
     assert found == list(range(40))
 
 
+@slow
 def test_training_goes_on_over_a_killed_actor(name: str, tmp_path: Path) -> None:
     """Each rollout is trained once, though the actor dies before every second step."""
     rollouts: Any = open_transport(f"ray:///{name}?journal={tmp_path / 'journal'}")
@@ -187,6 +193,7 @@ def test_training_goes_on_over_a_killed_actor(name: str, tmp_path: Path) -> None
     assert seen == [10 * batch + n for batch in range(4) for n in range(4)]
 
 
+@slow
 def test_an_actor_without_a_journal_refuses_to_go_on(name: str) -> None:
     rollouts = RayRollouts(name)
     rollouts.write(random_samples(4, seed=0))

@@ -23,6 +23,7 @@ import numpy as np
 from examples.demo.training import REPOSITORY, TrainingFailed, train
 from megatron_dynbatch import RolloutDirectory, Sample
 from megatron_dynbatch.report import StepReport
+from tests.deviation import largest, relative
 
 STEP_SIZES = (8, 5, 12, 3, 9, 8)
 # Processes, and Megatron's options.
@@ -114,7 +115,7 @@ def run_script(
 
 
 def relative_difference(stock: Sequence[StepReport], ours: Sequence[StepReport]) -> float:
-    """Largest over the steps; infinite if anything that is counted differs.
+    """Largest over the steps; infinite if counts differ or something is not finite.
 
     Args:
         stock: Reports of one run.
@@ -131,7 +132,7 @@ def relative_difference(stock: Sequence[StepReport], ours: Sequence[StepReport])
         if any(getattr(a, name) != getattr(b, name) for name in counted):
             return float("inf")
         for x, y in zip(_measured(a), _measured(b), strict=True):
-            worst = max(worst, abs(x - y) / max(abs(y), 1e-12))
+            worst = largest([worst, relative(x, y, least=1e-12)])
     return worst
 
 

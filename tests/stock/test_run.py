@@ -42,6 +42,14 @@ def test_other_counts_or_missing_steps_never_agree() -> None:
     assert relative_difference(RUN[1:], RUN) == float("inf")
 
 
+def test_what_is_not_finite_never_agrees() -> None:
+    for name in ("grad_norm", "learning_rate"):
+        off = [*RUN[:-1], dataclasses.replace(REPORT, **{name: float("nan")})]
+        assert relative_difference(off, RUN) == relative_difference(off, off) == float("inf")
+    off = [dataclasses.replace(REPORT, metrics={"lm loss": float("nan")}), *RUN[1:]]
+    assert relative_difference(off, RUN) == float("inf")
+
+
 def test_record_names_commit_and_verdict() -> None:
     text = record("abc123", [Result("DP2", RUN, RUN, 0.0), Result("PP2", RUN, RUN, 1e-3)])
     assert "`abc123`" in text

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.reliability.catalogue import shown
+
 WITHOUT_TRAINING = """
 import sys
 sys.modules["megatron.training"] = None
@@ -65,6 +67,7 @@ def test_plain_functions_need_no_megatron_training() -> None:
     out = run(WITHOUT_TRAINING)
     assert "install() hooks into megatron.training" in out
     assert "loop of your own needs no install()" in out
+    shown("megatron_dynbatch.install() hooks", out)
 
 
 def test_what_needs_torch_says_how_to_get_it() -> None:
