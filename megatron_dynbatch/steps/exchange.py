@@ -65,6 +65,7 @@ class Exchange:
         self._store = dist.PrefixStore(f"megatron_dynbatch/{name}", store)
         self._calls = 0
         self._own_keys: list[tuple[int, str]] = []
+        self._has_heard = False
         if self._store.add(f"joined/{rank}", 1) > 1:
             error = RankFailure(
                 f"rank {rank} joined a second time: it was restarted alone, and knows nothing of "
@@ -171,6 +172,15 @@ class Exchange:
         while self._store.add("heard", 0) < self.world_size - 1 and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS[1] / 4)
 
+    def failure(self) -> str | None:
+        """What a rank has failed with, or None; never waits, and may be asked from a thread."""
+        if not self._store.check(["failed"]):
+            return None
+        if not self._has_heard:
+            self._has_heard = True
+            self._store.add("heard", 1)
+        return self._store.get("failed").decode()
+
     def failing(self) -> _Failing:
         """Context in which an error is told to the other ranks before it propagates."""
         return _Failing(self)
@@ -238,9 +248,8 @@ class Exchange:
         start = time.monotonic()
         next_line = start + _PROGRESS_SECONDS
         while not self._store.check(list(keys)):
-            if self._store.check(["failed"]):
-                failure = self._store.get("failed").decode()
-                self._store.add("heard", 1)
+            failure = self.failure()
+            if failure is not None:
                 raise RankFailure(failure)
             now = time.monotonic()
             if now - start > timeout:

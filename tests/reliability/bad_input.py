@@ -205,6 +205,8 @@ SHOWN_ELSEWHERE = {
     "--on-batch-needed": "tests/hooks/test_arguments.py",
     "the checkpoint counts": "tests/parity/test_resume.py",
     "the loss function must return one scalar": "tests/hooks/test_loss.py",
+    "the forward step": "tests/hooks/test_first_batch.py",
+    "… takes no packed_seq_params": "tests/hooks/test_first_batch.py",
     "rank … (DP rank …): the loss of step": "tests/reliability/test_numbers.py",
     "this Megatron does not match": "tests/hooks/test_sites.py",
 }
