@@ -37,13 +37,16 @@ DESCRIPTION = """\
 Runs a pretrain script of your own on a few small rollouts, with the real Megatron on the CPU, under
 several splits into micro-batches, data- and context-parallel sizes, and compares the gradient and
 every reported metric of every step. Two more runs change the data in a way that must not matter:
-samples without a trained token, and every rollout twice. Exit code 1 if anything differs, or if the
-rollouts leave something untested.
+samples without a trained token, and every rollout twice. With --model, the first step of a script
+is run as it is launched, on GPUs or with --cpu, and compared with each sample alone and unpacked.
+Exit code 1 if anything differs, or if the rollouts leave something untested.
 """
 EXAMPLES = """\
   megatron-dynbatch verify examples/custom_loss.py
   megatron-dynbatch verify --only packing my_script.py --loss-reduction token
-  megatron-dynbatch verify --rollouts DIR --tolerance 1e-5 my_script.py --num-layers 4"""
+  megatron-dynbatch verify --rollouts DIR --tolerance 1e-5 my_script.py --num-layers 4
+  torchrun --nproc-per-node 8 -m megatron_dynbatch.cli.main verify --model my_script.py \\
+      --dynamic-global-batch --rollout-path DIR ...        # all flags of the training"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rollouts", type=Path, metavar="DIR",
         help="take the first batches of this rollout directory instead of made-up ones")
-    add("--tolerance", type=float, default=1e-4,
-        help="largest relative deviation that counts as equal (default: 1e-4)")
+    add("--model", action="store_true",
+        help="run one step as it is launched (torchrun), and compare loss and every gradient with "
+        "those of each sample alone, of another packing, and with dummies")
+    add("--cpu", action="store_true", help="with --model: on the CPU; else verify always is")
+    add("--tolerance", type=float,
+        help="largest relative deviation that counts as equal (default: 1e-4; with --model and "
+        "half precision, what its rounding allows)")
     add("--seed", type=int, default=0, help="of the made-up rollouts")
     add("--max-ranks", type=int, default=4, metavar="N",
         help="processes of the largest layout (default: 4)")
@@ -73,6 +81,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: There is no such script or no rollouts.
     """
+    if args.model:
+        from megatron_dynbatch.cli import verify_model
+
+        return verify_model.run(args)
     from megatron_dynbatch.report.progress import ProgressLine  # imports torch
 
     if not args.script.is_file():
@@ -89,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
 
     result = verify(
         args.script, arguments, batches, kinds=args.only or KINDS,
-        tolerance=args.tolerance, seed=args.seed, max_ranks=args.max_ranks, timeout=args.timeout,
-        progress=show,
+        tolerance=args.tolerance or 1e-4, seed=args.seed, max_ranks=args.max_ranks,
+        timeout=args.timeout, progress=show,
     )  # fmt: skip
     line.clear()
     print(as_table(result))

@@ -55,7 +55,7 @@ def checking_first_batch(run: Session, model: Any) -> Iterator[None]:
         return
     exchange = run.feed.exchange
     hooks = [part.register_forward_pre_hook(_check_call, with_kwargs=True)
-             for part in _language_models(model)]  # fmt: skip
+             for part in language_models(model)]  # fmt: skip
     watch = _Watch(exchange)
     try:
         yield
@@ -126,7 +126,8 @@ def _subscripted(trace: TracebackType) -> Any:
     return {**frame.f_globals, **frame.f_locals}.get(expression.value.id)
 
 
-def _language_models(model: Any) -> Iterator[nn.Module]:
+def language_models(model: Any) -> Iterator[nn.Module]:
+    """Megatron's language models in these model chunks, wherever a script has put them."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     for chunk in model if isinstance(model, list) else [model]:
