@@ -15,8 +15,8 @@ from megatron_dynbatch.run import Launch, prepare, run_target, seen_by_target
 
 SINGLE = 1e-4
 """Tolerance in float32 and float64."""
-UNITS_OF_HALF = 8
-"""Tolerance in bfloat16 and float16, in units of their rounding (2⁻⁸ and 2⁻¹¹)."""
+UNITS_OF_HALF = 4
+"""Tolerance in bfloat16 and float16, in units of their last digit (2⁻⁷ and 2⁻¹⁰)."""
 _PATIENCE = 120.0
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -16,7 +18,9 @@ from examples.pretrain_gpt_sft import datasets_provider, model_provider
 from megatron_dynbatch.cpu import core_attention
 from megatron_dynbatch.losses import token_log_probs
 
-FAULTS = ("none", "mean", "attention", "positions", "term per micro-batch", "dummies")
+FAULTS = (
+    "none", "mean", "attention", "positions", "term per micro-batch", "dummies", "router",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -50,6 +54,11 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, An
     return output, loss_function
 
 
+def _mean_over_micro_batches(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    (loss,) = context.saved_tensors
+    return gradient, torch.full_like(loss, 1 / get_num_microbatches())
+
+
 def main() -> None:
     """Parse and train."""
     args = parse_and_validate_args(
@@ -58,6 +67,9 @@ def main() -> None:
     laid_out = core_attention._laid_out_lengths
     if args.fault == "attention":  # every token sees all samples before its own
         core_attention._laid_out_lengths = lambda params: laid_out(params)[[0, -1]]
+    scaler, backward = MoEAuxLossAutoScaler, MoEAuxLossAutoScaler.backward
+    if args.fault == "router":  # each micro-batch weighs alike, whatever it holds
+        scaler.backward = staticmethod(_mean_over_micro_batches)
     try:
         pretrain(
             pretrain_cfg_container_from_args(args),
@@ -68,6 +80,7 @@ def main() -> None:
         )
     finally:
         core_attention._laid_out_lengths = laid_out
+        scaler.backward = staticmethod(backward)
 
 
 if __name__ == "__main__":

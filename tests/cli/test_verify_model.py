@@ -65,6 +65,11 @@ FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "term per micro-batch": ((), ("dummies change it: a term is added",)),
     "dummies": ((), ("dummies change it: a term is added",)),
+    "router": (
+        ("--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall",
+         "--moe-router-load-balancing-type", "none", "--moe-z-loss-coeff", "0.5"),
+        ("dummies change it: a term is added",),
+    ),
 }
 
 
@@ -83,7 +88,7 @@ def test_faults_are_found_and_right_scripts_pass(rollouts: Path) -> None:
     for fault, (_, words) in FAULTS.items():
         result, table = found[fault]
         assert not result.proves_it and result.is_reproducible, table
-        assert result.wrong("gradient") and max(result.deviations["gradient"].values()) > 1e-2
+        assert result.wrong("gradient") and max(result.deviations["gradient"].values()) > 1e-3
         assert all(word in table for word in words), f"{fault}: {table}"
     # Only what is counted by the plan and not by each sample alone differs.
     assert found["dummies"][0].wrong("gradient") == ["more dummies"]
@@ -111,11 +116,13 @@ def test_two_ranks_agree_with_each_sample_alone(
 
 LAYOUTS = {
     "TP2 SP": (OWN, (*VARIABLE, "--tensor-model-parallel-size", "2", "--sequence-parallel")),
-    "CP2": (OWN, (*VARIABLE, "--context-parallel-size", "2")),
+    "CP2": (OWN, (*VARIABLE, "--context-parallel-size", "2",
+                     "--max-position-embeddings", "128")),
     "DP2 overlap": (STOCK, ("--use-distributed-optimizer", "--overlap-grad-reduce",
                             "--overlap-param-gather")),
     "per token": (STOCK, ("--calculate-per-token-loss",)),
     "z-loss": (OWN, (*VARIABLE, "--num-experts", "4", "--moe-router-topk", "2",
+                     "--moe-token-dispatcher-type", "alltoall",
                      "--moe-z-loss-coeff", "0.5", "--moe-router-load-balancing-type", "none",
                      "--expert-model-parallel-size", "2")),
 }  # fmt: skip
@@ -134,8 +141,8 @@ def test_half_precision_is_held_against_its_rounding(rollouts: Path) -> None:
     cases = {"right": (STOCK, ("--bf16",)), "mean": (OWN, (*VARIABLE, "--bf16", "--fault", "mean"))}
     (found,) = run_ranks(1, measure, cases, rollouts, timeout=300)
     result, table = found["right"]
-    assert result.proves_it and result.tolerance == 8 / 128, table
-    assert 1e-5 < max(result.deviations["gradient"].values()) < 8 / 128
+    assert result.proves_it and result.tolerance == 4 / 128, table
+    assert 1e-5 < max(result.deviations["gradient"].values()) < 4 / 128
     assert not found["mean"][0].proves_it
 
 
