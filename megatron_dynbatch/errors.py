@@ -21,6 +21,10 @@ class LossFunctionError(DynbatchError, ValueError):
     """The user's loss function, or the samples it reads, do not keep the contract."""
 
 
+class BatchContractError(DynbatchError, LookupError):
+    """The script asks for a batch of another kind, or hands too little of it to the model."""
+
+
 class NonFiniteLossError(DynbatchError, FloatingPointError):
     """NaN or infinity in the loss at a trained token; names sample, rollout and rank."""
 

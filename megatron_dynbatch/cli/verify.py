@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_dynbatch.cli.verify_arguments import (
@@ -17,6 +17,12 @@ from megatron_dynbatch.cli.verify_arguments import (
     size_of,
 )
 from megatron_dynbatch.cli.verify_cells import Cell, Job, Outcome, RankPool
+from megatron_dynbatch.cli.verify_factors import (
+    MISSED,
+    factors,
+    has_siblings,
+    separates_siblings,
+)
 from megatron_dynbatch.cli.verify_result import KINDS, Verification, as_table, compare
 from megatron_dynbatch.cli.verify_rollouts import (
     made_up_batches,
@@ -31,12 +37,16 @@ DESCRIPTION = """\
 Runs a pretrain script of your own on a few small rollouts, with the real Megatron on the CPU, under
 several splits into micro-batches, data- and context-parallel sizes, and compares the gradient and
 every reported metric of every step. Two more runs change the data in a way that must not matter:
-samples without a trained token, and every rollout twice. Exit code 1 if anything differs.
+samples without a trained token, and every rollout twice. With --model, the first step of a script
+is run as it is launched, on GPUs or with --cpu, and compared with each sample alone and unpacked.
+Exit code 1 if anything differs, or if the rollouts leave something untested.
 """
 EXAMPLES = """\
   megatron-dynbatch verify examples/custom_loss.py
   megatron-dynbatch verify --only packing my_script.py --loss-reduction token
-  megatron-dynbatch verify --rollouts DIR --tolerance 1e-5 my_script.py --num-layers 4"""
+  megatron-dynbatch verify --rollouts DIR --tolerance 1e-5 my_script.py --num-layers 4
+  torchrun --nproc-per-node 8 -m megatron_dynbatch.cli.main verify --model my_script.py \\
+      --dynamic-global-batch --rollout-path DIR ...        # all flags of the training"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rollouts", type=Path, metavar="DIR",
         help="take the first batches of this rollout directory instead of made-up ones")
-    add("--tolerance", type=float, default=1e-4,
-        help="largest relative deviation that counts as equal (default: 1e-4)")
+    add("--model", action="store_true",
+        help="run one step as it is launched (torchrun), and compare loss and every gradient with "
+        "those of each sample alone, of another packing, and with dummies")
+    add("--cpu", action="store_true", help="with --model: on the CPU; else verify always is")
+    add("--tolerance", type=float,
+        help="largest relative deviation that counts as equal (default: 1e-4; with --model and "
+        "half precision, what its rounding allows)")
     add("--seed", type=int, default=0, help="of the made-up rollouts")
     add("--max-ranks", type=int, default=4, metavar="N",
         help="processes of the largest layout (default: 4)")
@@ -61,11 +76,15 @@ def run(args: argparse.Namespace) -> int:
     """Verify a script and print a table.
 
     Returns:
-        0 if everything is invariant, 1 if not.
+        0 if everything is invariant, 1 if not, or if something was not tested.
 
     Raises:
         ValueError: There is no such script or no rollouts.
     """
+    if args.model:
+        from megatron_dynbatch.cli import verify_model
+
+        return verify_model.run(args)
     from megatron_dynbatch.report.progress import ProgressLine  # imports torch
 
     if not args.script.is_file():
@@ -82,12 +101,12 @@ def run(args: argparse.Namespace) -> int:
 
     result = verify(
         args.script, arguments, batches, kinds=args.only or KINDS,
-        tolerance=args.tolerance, seed=args.seed, max_ranks=args.max_ranks, timeout=args.timeout,
-        progress=show,
+        tolerance=args.tolerance or 1e-4, seed=args.seed, max_ranks=args.max_ranks,
+        timeout=args.timeout, progress=show,
     )  # fmt: skip
     line.clear()
     print(as_table(result))
-    return 0 if result.invariant else 1
+    return 0 if result.proves_it else 1
 
 
 def verify(
@@ -121,14 +140,11 @@ def verify(
     given = made_up_batches(2, 5, seed) if batches is None else batches
     own = script_arguments(arguments)
     ranks_per_replica = _ranks_per_replica(own)
-    cells = [
-        c
-        for c in plan_cells(given)
-        if c.kind in ("reference", *kinds) and c.dp * c.cp * ranks_per_replica <= max_ranks
-    ]
-    result = Verification(cells)
+    cells = [c for c in plan_cells(given, own) if c.kinds <= set(kinds)]
+    result = Verification([c for c in cells if c.dp * c.cp * ranks_per_replica <= max_ranks])
     if "masked" in kinds and counts_empty_samples(own):
-        result.cells = [c for c in cells if c.kind != "masked"]
+        kinds = [kind for kind in kinds if kind != "masked"]
+        result.cells = [c for c in result.cells if "masked" not in c.kinds]
         result.notes.append(
             "under --loss-reduction sample, samples without trained tokens count in B; whether "
             "they do no other harm is checked with --empty-rollouts skip"
@@ -147,7 +163,39 @@ def verify(
             if number == 0:
                 return result
     result.verdicts = compare(outcomes, tolerance)
+    reference = outcomes[cells[0].name]
+    result.changed = {
+        c.name: factors(c, outcomes[c.name], reference)
+        for c in result.cells[1:]
+        if c.name in outcomes
+    }
+    result.untested = _untested(result, kinds, given, outcomes, ranks_per_replica)
     return result
+
+
+def _untested(
+    result: Verification,
+    kinds: Sequence[str],
+    given: Sequence[Sequence[Sample]],
+    outcomes: Mapping[str, Outcome],
+    ranks_per_replica: int,
+) -> dict[str, str]:
+    """What no run that succeeded has changed, and why."""
+    changed = frozenset().union(*result.changed.values())
+    failed = frozenset().union(*(c.kinds for c in result.cells if c.name in result.errors))
+    untested = {kind: MISSED[kind] for kind in kinds if kind not in changed | failed}
+    for kind in untested:
+        if not any(kind in c.kinds for c in result.cells):
+            untested[kind] = f"it takes {2 * ranks_per_replica} processes; raise --max-ranks"
+    splits = [
+        outcomes[c.name].splits
+        for c in result.cells
+        if c.name in outcomes and not c.kinds & {"masked", "twice"}
+    ]
+    separated = any(any(map(separates_siblings, steps, given)) for steps in splits)
+    if "packing" in changed & set(kinds) and any(map(has_siblings, given)) and not separated:
+        untested["siblings"] = MISSED["siblings"]
+    return untested
 
 
 def _job(
@@ -167,6 +215,6 @@ def _ranks_per_replica(own: Sequence[str]) -> int:
 
 
 def _changed(cell: Cell, batch: Sequence[Sample]) -> list[Sample]:
-    if cell.kind == "masked":
+    if "masked" in cell.kinds:
         return with_masked_siblings(batch)
-    return twice(batch) if cell.kind == "twice" else list(batch)
+    return twice(batch) if "twice" in cell.kinds else list(batch)

@@ -6,7 +6,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from megatron_dynbatch.cli.verify_cells import Cell
+from megatron_dynbatch.plan import ParallelLayout, padded_length
+from megatron_dynbatch.plan.layout import padded_micro_batch
 from megatron_dynbatch.rollouts import Sample
 
 # Stand before the script's own arguments, which win.
@@ -28,27 +32,38 @@ _TAKEN_AWAY = re.compile(
 )
 
 
-def plan_cells(batches: Sequence[Sequence[Sample]]) -> list[Cell]:
-    """The cells for these rollouts: the first holds every sample of a step in one micro-batch."""
-    longest = max(s.total_length for batch in batches for s in batch)
-    tokens = max(sum(-(-s.total_length // 4) * 4 for s in batch) for batch in batches)
-    small, large = _round_up(longest), _round_up(2 * tokens)
-    half = _round_up(tokens // 2 + longest)
+def plan_cells(batches: Sequence[Sequence[Sample]], own: Sequence[str] = ()) -> list[Cell]:
+    """The cells for these rollouts: the first holds every sample of a step in one micro-batch.
+
+    Args:
+        batches: Rollouts of each step.
+        own: The script's arguments, for the tensor parallelism that a cap must fit.
+    """
+    lengths = [np.array([s.total_length for s in batch]) for batch in batches]
+
+    def cell(name: str, kinds: str, dp: int, cp: int, size: str) -> Cell:
+        layout = ParallelLayout(
+            dp=dp, cp=cp, tp=size_of(own, "tensor"), sequence_parallel="--sequence-parallel" in own
+        )
+        padded = [padded_length(of_batch, layout) for of_batch in lengths]
+        longest, tokens = max(int(p.max()) for p in padded), max(int(p.sum()) for p in padded)
+        # Samples without a trained token, or every rollout again, must fit into one micro-batch.
+        capacity = {"all": 2 * tokens, "half": max(longest, -(-tokens // 2)), "one": longest}
+        width = padded_micro_batch(capacity[size], layout)
+        return Cell(name, frozenset(kinds.split()), dp, cp, width // cp)
+
     return [
-        Cell("one micro-batch", "reference", 1, 1, large),
-        Cell("many micro-batches", "packing", 1, 1, small),
-        Cell("few micro-batches", "packing", 1, 1, half),
-        Cell("DP2", "dp", 2, 1, large),
-        Cell("DP2, many", "dp", 2, 1, small),
-        Cell("CP2", "cp", 1, 2, large // 2),
-        Cell("DP2 x CP2, many", "cp", 2, 2, _round_up(small, 32) // 2),
-        Cell("masked samples", "masked", 1, 1, large),
-        Cell("rollouts twice", "twice", 1, 1, large),
+        cell("one micro-batch", "", 1, 1, "all"),
+        cell("many micro-batches", "packing", 1, 1, "one"),
+        cell("few micro-batches", "packing", 1, 1, "half"),
+        cell("DP2", "dp", 2, 1, "all"),
+        cell("DP2, many", "packing dp", 2, 1, "one"),
+        cell("CP2", "cp", 1, 2, "all"),
+        cell("CP2, many", "packing cp", 1, 2, "one"),
+        cell("DP2 x CP2, many", "packing dp cp", 2, 2, "one"),
+        cell("masked samples", "masked", 1, 1, "all"),
+        cell("rollouts twice", "twice", 1, 1, "all"),
     ]
-
-
-def _round_up(tokens: int, multiple: int = 32) -> int:
-    return -(-tokens // multiple) * multiple
 
 
 def script_arguments(arguments: Sequence[str]) -> list[str]:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 Place = tuple[int, int]
 """Tensor- and pipeline-parallel rank."""
 
+Split = list[list[list[int]]]
+"""[dp] lists of micro-batches: the sample rows of each; a dummy has none."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -36,14 +39,14 @@ class Cell:
 
     Attributes:
         name: For the table.
-        kind: What it varies: "reference", "packing", "dp", "cp", "masked" or "twice".
+        kinds: What it is meant to vary, of `verify_result.KINDS`; the reference varies nothing.
         dp: Data-parallel size.
         cp: Context-parallel size.
         max_tokens_per_gpu: Cap that decides the split into micro-batches.
     """
 
     name: str
-    kind: str
+    kinds: frozenset[str]
     dp: int
     cp: int
     max_tokens_per_gpu: int
@@ -56,11 +59,15 @@ class Outcome:
     Attributes:
         metrics: Of each step: name → reported value.
         gradients: Of each step: place in the model → name → gradient before clipping.
+        splits: Of each step: [dp] lists of micro-batches, each the rows of its samples.
+        trained: Of each step: (data-, context-parallel rank) → trained tokens it has.
         error: Traceback of the rank that failed, if one did.
     """
 
     metrics: list[dict[str, float]] = field(default_factory=list)
     gradients: list[dict[Place, dict[str, Tensor]]] = field(default_factory=list)
+    splits: list[Split] = field(default_factory=list)
+    trained: list[dict[tuple[int, int], int]] = field(default_factory=list)
     error: str | None = None
 
 
@@ -169,6 +176,13 @@ def _collect(job: Job) -> Outcome:
         answer = torch.load(path, weights_only=True)
         if answer["metrics"] and answer["metrics"][0]:
             outcome.metrics = answer["metrics"]  # the same on every rank of the last stage
+        outcome.splits = answer["splits"]  # the same on every rank
+        rank = tuple(answer["data_rank"])
+        for step, tokens in enumerate(answer["trained"]):
+            if step == len(outcome.trained):
+                outcome.trained.append({})
+            # Stages between the first and the last do not read the masks.
+            outcome.trained[step][rank] = max(tokens, outcome.trained[step].get(rank, 0))
         if answer["gradients"] is not None:
             place = tuple(answer["place"])
             for step, gradients in enumerate(answer["gradients"]):
@@ -236,7 +250,10 @@ def _train(job: Job) -> dict[str, Any]:
     from megatron_dynbatch.run import Launch, run_target
 
     reset_megatron()
-    answer: dict[str, Any] = {"metrics": [], "gradients": None, "place": None}
+    answer: dict[str, Any] = {
+        "metrics": [], "gradients": None, "place": None, "splits": [], "trained": [],
+        "data_rank": [0, 0],
+    }  # fmt: skip
     with _observed(answer, job.weights):
         try:
             run_target(Launch(str(job.script), False, job.argv, cpu=True))
@@ -304,14 +321,24 @@ def _share_weights(model: Sequence[Any], optimizer: Any, folder: Path) -> None:
 
 
 def _record_gradients(answer: dict[str, Any], model: Sequence[Any]) -> Callable[[], Any]:
-    """An optimizer step that keeps gradients and changes nothing."""
+    """An optimizer step that keeps gradients, notes how the data were split, changes nothing."""
     from megatron.core import mpu
+
+    from megatron_dynbatch.hooks.session import session
 
     keeps = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
     if keeps:
         answer["gradients"], answer["place"] = [], list(_place())
 
+    answer["data_rank"] = [mpu.get_data_parallel_rank(), mpu.get_context_parallel_rank()]
+
     def step() -> tuple[bool, float, None]:
+        run = session()
+        if run is not None and run.step is not None:
+            opened = run.step
+            parts = (opened.micro_batch(k) for k in range(opened.num_microbatches))
+            answer["splits"].append([list(map(list, r)) for r in opened.step_plan.micro_batches])
+            answer["trained"].append(sum(int(part.loss_mask.sum()) for part in parts))
         if keeps:
             answer["gradients"].append(
                 {

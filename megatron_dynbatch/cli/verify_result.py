@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_dynbatch.cli.console import styled
 from megatron_dynbatch.cli.verify_cells import Cell, Outcome
+from megatron_dynbatch.cli.verify_factors import Factors, causes
 
 GRADIENT = "gradient"
 SMALLEST_SCALE = 0.01
@@ -25,6 +26,14 @@ _EXPLAINED = {
     "count of the step once more than the plugin does",
 }
 KINDS = tuple(_EXPLAINED)
+_NAMED = {
+    "packing": "the split into micro-batches",
+    "siblings": "samples of one rollout in different micro-batches",
+    "dp": "data parallelism",
+    "cp": "context parallelism",
+    "masked": "samples without a trained token",
+    "twice": "every rollout twice",
+}
 _REMEDY = (
     "Return the sum of token weights times values and divide by nothing: microbatch.mean(x) in a "
     "loss with keyword `microbatch`, the plain masked sum in a stock one; report means likewise."
@@ -60,12 +69,16 @@ class Verification:
     Attributes:
         cells: The cells that were run, the reference first.
         verdicts: One for each quantity.
+        changed: Cell → what its run changed against the reference.
+        untested: What was to be tested and was not → why.
         errors: Cell → what its run failed with.
         notes: What was left out, and why.
     """
 
     cells: list[Cell]
     verdicts: list[Verdict] = field(default_factory=list)
+    changed: dict[str, Factors] = field(default_factory=dict)
+    untested: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -74,17 +87,26 @@ class Verification:
         """Whether every run succeeded and no quantity deviates anywhere."""
         return not self.errors and all(v.invariant for v in self.verdicts)
 
+    @property
+    def proves_it(self) -> bool:
+        """Whether it is invariant and all that was to be tested was."""
+        return self.invariant and not self.untested
+
     def reasons(self) -> list[str]:
-        """Why not, one line for each kind of change that matters, the plainest first."""
-        wrong = {c.kind for c in self.cells for v in self.verdicts if not _holds(v, c)}
-        # A wrong split shows under every layout too; only what it does not explain is named.
-        if "packing" in wrong:
-            wrong -= {"dp", "cp"}
-        return [_EXPLAINED[kind] for kind in _EXPLAINED if kind in wrong]
+        """Why not, one line for each change, or changes together, that matter."""
+        wrong = {c for v in self.verdicts for c, d in v.deviations.items() if d > v.tolerance}
+        order = list(_EXPLAINED)
+        found = [sorted(cause, key=order.index) for cause in causes(self.changed, sorted(wrong))]
+        return [_reason(cause) for cause in sorted(found, key=lambda c: [*map(order.index, c)])]
 
 
-def _holds(verdict: Verdict, cell: Cell) -> bool:
-    return verdict.deviations.get(cell.name, 0.0) <= verdict.tolerance
+def _reason(cause: list[str]) -> str:
+    if not cause:
+        return "it changes between two equal runs: dropout, or something else that is random"
+    if len(cause) == 1:
+        return _EXPLAINED[cause[0]]
+    together = " and ".join(_NAMED[kind] for kind in cause)
+    return f"it changes where {together} come together, or by one of them: no run tells them apart"
 
 
 def compare(outcomes: Mapping[str, Outcome], tolerance: float) -> list[Verdict]:
@@ -154,22 +176,28 @@ def as_table(result: Verification) -> str:
         lines.append(f"\ndeviation from {result.cells[0].name!r}; = is at most the tolerance")
         lines.append(" " * width + "  ".join(["     value", *(c.name for c in cells)]))
         for v in result.verdicts:
-            entries = [_entry(v, c).rjust(len(c.name)) for c in cells]
+            entries = [_entry(result, v, c).rjust(len(c.name)) for c in cells]
             lines.append(v.name.ljust(width) + "  ".join([f"{v.value:10.3g}", *entries]))
+    if any(not result.changed.get(c.name) for c in cells):
+        lines.append("-: this run's micro-batches and ranks are those of the first: not a test")
     lines += [f"note: {note}" for note in result.notes]
     lines += [f"run {cell!r} failed: {error}" for cell, error in result.errors.items()]
     wrong = [v.name for v in result.verdicts if not v.invariant]
     if result.invariant:
         largest = max((d for v in result.verdicts for d in v.deviations.values()), default=0.0)
-        verdict = styled("invariant", "green")
-        lines.append(f"{verdict}: no quantity deviates by more than {largest:.1e}")
+        word = styled("invariant", "green") if result.proves_it else "invariant as far as tested"
+        lines.append(f"{word}: no quantity deviates by more than {largest:.1e}")
     elif wrong:
         lines.append(f"{styled('NOT invariant', 'bold red')}: {', '.join(wrong)}")
         lines += [f"  {reason}" for reason in result.reasons()]
         lines.append(_REMEDY)
+    for kind, why in result.untested.items():
+        lines.append(f"{styled('NOT tested', 'bold red')}: {_NAMED[kind]}: {why}")
     return "\n".join(lines)
 
 
-def _entry(verdict: Verdict, cell: Cell) -> str:
+def _entry(result: Verification, verdict: Verdict, cell: Cell) -> str:
     deviation = verdict.deviations[cell.name]
-    return "=" if deviation <= verdict.tolerance else f"{deviation:.1e}"
+    if deviation > verdict.tolerance:
+        return f"{deviation:.1e}"
+    return "=" if result.changed.get(cell.name) else "-"

@@ -1,8 +1,9 @@
 """The real Megatron on a CPU: dry-run a pretrain script on a laptop, in CI, in tests.
 
 `enable()` stands in for the parts of torch.cuda, of Transformer Engine and of NCCL that
-`megatron.training.pretrain` asks for; Megatron's own code runs unchanged, over gloo. Call it before
-the script (or anything else) imports Megatron. It cannot be undone within the process.
+`megatron.training.pretrain` asks for; Megatron's own code runs over gloo, but for what docs/cpu.md
+lists. Call it before the script (or anything else) imports Megatron. It cannot be undone within the
+process.
 """
 
 from __future__ import annotations

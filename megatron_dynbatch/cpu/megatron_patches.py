@@ -14,7 +14,8 @@ from megatron_dynbatch.cpu.async_checkpoint import install_async_checkpoints
 from megatron_dynbatch.cpu.inert import nothing
 from megatron_dynbatch.cpu.swap import swap
 
-#: Destination of each option whose default cannot work on a CPU, with one that can.
+#: Destination of each option whose default cannot work on a CPU, with one that can; docs/cpu.md
+#: says what each does to the numbers. Fused activations and dropout stay on: they are plain torch.
 CPU_DEFAULTS: dict[str, Any] = {
     "distributed_backend": "gloo",
     "transformer_impl": "local",
@@ -22,9 +23,6 @@ CPU_DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "no_persist_layer_norm": True,
     "masked_softmax_fusion": False,
-    "bias_dropout_fusion": False,
-    "bias_gelu_fusion": False,
-    "bias_swiglu_fusion": False,
     "apply_rope_fusion": False,
     "cross_entropy_loss_fusion": False,
     "num_workers": 0,

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_dynbatch.hooks.first_batch import StockBatch
 from megatron_dynbatch.hooks.session import current, session
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.steps import Step
@@ -34,7 +35,7 @@ class StockBatchIterator(Iterator[dict[str, Any]]):
             self._step, self._next = run.step, 0
         batch = run.step.stock_batch(self._next)
         self._next += 1
-        return batch
+        return StockBatch(batch)
 
 
 def building_iterators(build: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ import torch
 
 from megatron_dynbatch.errors import LossFunctionError
 from megatron_dynbatch.hooks.aux_loss import begin_schedule, watch_backward
+from megatron_dynbatch.hooks.first_batch import checking_first_batch, naming_missing_keys
 from megatron_dynbatch.hooks.non_finite import naming_non_finite
 from megatron_dynbatch.hooks.report import reduced_reports
 from megatron_dynbatch.hooks.session import Session, session
@@ -50,7 +51,7 @@ def _scaled_schedule(schedule: Callable[..., Any]) -> Callable[..., Any]:
         if run.has_aux_losses:
             begin_schedule(run, named["model"])
         forward_step_func = _scaled_forward_step(run, forward_step_func)
-        with naming_non_finite(run):
+        with checking_first_batch(run, named["model"]), naming_non_finite(run):
             reports = schedule(forward_step_func=forward_step_func, **named)
         return reduced_reports(reports)
 
@@ -66,7 +67,8 @@ def _scaled_forward_step(run: Session, forward_step: Callable[..., Any]) -> Call
         k = done[id(model)]
         done[id(model)] += 1
         micro_batch = run.select(k)
-        output, loss_function = forward_step(data_iterator, model, *rest, **named)
+        with naming_missing_keys():
+            output, loss_function = forward_step(data_iterator, model, *rest, **named)
         if run.has_aux_losses:
             watch_backward(run, k, output)
         if loss_function is None:

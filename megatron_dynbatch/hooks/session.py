@@ -51,6 +51,7 @@ class Session:
         self.step: Step | None = None
         self.current: MicroBatch | None = None
         self.current_index = 0
+        self.has_first_batch = False  # see `first_batch`
         self.mtp_tokens = 0
         self.aux_scales: dict[int, Any] = {}  # of the open step, see `aux_loss`
         self.loss_sums: list[tuple[MicroBatch, torch.Tensor]] = []

@@ -59,6 +59,7 @@ class Exchange:
         self._store = dist.PrefixStore(exchange_prefix(name), store)
         self._calls = 0
         self._own_keys: list[tuple[int, str]] = []
+        self._has_heard = False
         if self._store.add(f"joined/{rank}", 1) > 1:
             error = alone_error(rank, name)
             self.fail(error)
@@ -169,6 +170,15 @@ class Exchange:
         while self._store.add("heard", 0) < self.world_size - 1 and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
+    def failure(self) -> str | None:
+        """What a rank has failed with, or None; never waits, and may be asked from a thread."""
+        if not self._store.check([FAILED]):
+            return None
+        if not self._has_heard:
+            self._has_heard = True
+            self._store.add("heard", 1)
+        return self._store.get(FAILED).decode()
+
     def failing(self) -> _Failing:
         """Context in which an error is told to the other ranks before it propagates."""
         return _Failing(self)
@@ -241,9 +251,7 @@ class Exchange:
             # Who has told all may go on, and end this exchange, before its last word is read.
             if self._store.check(list(keys)):
                 return True
-            failure = self._store.get(FAILED).decode()
-            self._store.add("heard", 1)
-            raise RankFailure(failure)
+            raise RankFailure(str(self.failure()))
 
         def in_vain() -> RankFailure:
             error = timeout_error(self.rank, timeout, waiting_for(self._missing(keys)))

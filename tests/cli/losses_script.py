@@ -92,6 +92,13 @@ def clamped_empty_samples(output: Tensor, *, microbatch: Any) -> Result:
     return loss, {"lm loss": loss}
 
 
+def wrong_under_dp(output: Tensor, *, microbatch: Any) -> Result:
+    """The right sum, divided by the number of data-parallel ranks once more."""
+    loss = microbatch.mean(_cross_entropy(output, microbatch))
+    loss = loss / mpu.get_data_parallel_world_size()
+    return loss, {"lm loss": loss}
+
+
 def wrong_metric_only(output: Tensor, *, microbatch: Any) -> Result:
     """A right loss beside a metric that is the mean of one micro-batch."""
     x, mask = _cross_entropy(output, microbatch), microbatch.loss_mask.reshape(-1)

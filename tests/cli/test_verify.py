@@ -11,8 +11,13 @@ from megatron_dynbatch.cli.main import build_parser
 from megatron_dynbatch.cli.verify_arguments import cell_arguments, plan_cells, script_arguments
 from megatron_dynbatch.cli.verify_cells import RankPool
 from megatron_dynbatch.cli.verify_result import Verification, as_table
-from megatron_dynbatch.cli.verify_rollouts import made_up_batches, twice, with_masked_siblings
-from megatron_dynbatch.rollouts import RolloutBatch
+from megatron_dynbatch.cli.verify_rollouts import (
+    made_up_batches,
+    twice,
+    with_masked_siblings,
+    write_batches,
+)
+from megatron_dynbatch.rollouts import RolloutBatch, Sample
 from tests.cli.loss_variants import VARIANTS
 from tests.pool import ROOT
 
@@ -74,11 +79,11 @@ def test_a_wrong_metric_beside_a_right_loss(pool: RankPool) -> None:
     assert "NOT invariant: nll" in as_table(result)
 
 
-@pytest.mark.timeout(900)  # nine runs of eight losses, on up to four processes
+@pytest.mark.timeout(900)  # ten runs of eight losses, on up to four processes
 def test_every_loss_of_the_package_is_invariant(pool: RankPool) -> None:
     result = verify(pool, "--test-loss", "every_loss")
     assert result.invariant, as_table(result)
-    assert len(result.cells) == 9
+    assert len(result.cells) == 10 and result.proves_it
     values = {v.name: v.value for v in result.verdicts}
     assert {name.split()[0] for name in values} >= {*VARIANTS, "lm", "value"}
     # The data lie on both sides of every bound, or invariance would say little.
@@ -120,10 +125,7 @@ def test_the_stock_sum_is_right(pool: RankPool) -> None:
 def test_the_command_calls_the_stock_mean_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = STOCK.read_text()
-    assert text.count("loss = torch.sum(losses * loss_mask)") == 1
-    mean = tmp_path / "mean.py"
-    mean.write_text(text.replace("loss = torch.sum(losses * loss_mask)", STOCK_MEAN))
+    mean = mean_script(tmp_path)
     assert run("--only", "packing", str(mean), "--num-layers", "1") == 1
     shown = capsys.readouterr().out
     assert shown.startswith("run 1 of 3: one micro-batch\n")
@@ -148,16 +150,88 @@ def test_arguments_that_verify_decides_are_taken_away() -> None:
 def test_cells_split_the_same_rollouts_differently() -> None:
     batches = made_up_batches(2, 5, seed=0)
     cells = plan_cells(batches)
-    assert cells[0].kind == "reference" and {c.kind for c in cells[1:]} == {
-        "packing", "dp", "cp", "masked", "twice",
-    }  # fmt: skip
+    assert not cells[0].kinds
+    assert {kind for c in cells for kind in c.kinds} == {"packing", "dp", "cp", "masked", "twice"}
     tokens = max(sum(s.total_length for s in batch) for batch in batches)
     longest = max(s.total_length for batch in batches for s in batch)
-    assert cells[0].max_tokens_per_gpu >= tokens
-    assert all(c.max_tokens_per_gpu * c.cp >= longest for c in cells)
-    assert min(c.max_tokens_per_gpu * c.cp for c in cells) < tokens / 2
+    assert cells[0].max_tokens_per_gpu >= 2 * tokens
+    assert min(c.max_tokens_per_gpu * c.cp for c in cells) == longest
     argv = cell_arguments(cells[0], Path("x"), batches)
     assert argv[argv.index("--train-samples") + 1] == "11"
+
+
+def test_caps_fit_the_layout() -> None:
+    batches = [[Sample([1] * 5, response_length=3), Sample([1] * 3, response_length=2)]]
+    sharded = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    caps = {c.name: c.max_tokens_per_gpu for c in plan_cells(batches, sharded)}
+    # Samples are laid out as multiples of 2·CP = 4, micro-batches of 2·CP·TP = 8 (CP2) and 4.
+    assert caps["many micro-batches"] == 8 and caps["few micro-batches"] == 8
+    assert caps["CP2, many"] == 8 // 2 and caps["one micro-batch"] == 16
+
+
+def rollouts_of(path: Path, *batches: list[Sample]) -> str:
+    """A rollout directory with these batches."""
+    write_batches(path / "rollouts", batches)
+    return str(path / "rollouts")
+
+
+def short(*lengths: int, **ids: int) -> list[Sample]:
+    return [Sample([*range(1, n + 1)], response_length=n - 2, **ids) for n in lengths]
+
+
+def mean_script(path: Path) -> Path:
+    """The stock script with a mean over the tokens of the micro-batch."""
+    text = STOCK.read_text()
+    assert text.count("loss = torch.sum(losses * loss_mask)") == 1
+    script = path / "mean.py"
+    script.write_text(text.replace("loss = torch.sum(losses * loss_mask)", STOCK_MEAN))
+    return script
+
+
+@pytest.mark.parametrize("ids", [{}, {"rollout_id": 0}])
+def test_a_mean_is_found_with_short_rollouts(
+    pool: RankPool, tmp_path: Path, ids: dict[str, int]
+) -> None:
+    batches = [short(4, 4, 4, **ids), short(6, 5, **ids)]
+    result = verify(pool, script=mean_script(tmp_path), batches=batches, kinds=["packing"])
+    assert not result.invariant and not result.untested
+    wrong = {v.name: v.deviations["many micro-batches"] for v in result.verdicts}
+    assert wrong["gradient"] > 0.4
+    assert "averaged per micro-batch" in as_table(result)
+
+
+def test_rollouts_that_cannot_be_split_test_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = rollouts_of(tmp_path, short(5), short(7))
+    arguments = ["--rollouts", path, "--only", "packing"]
+    assert run(*arguments, str(mean_script(tmp_path)), "--num-layers", "1") == 1
+    shown = capsys.readouterr().out
+    assert "\nNOT tested: the split into micro-batches: every run has the micro-batches" in shown
+    assert "\ninvariant as far as tested: no quantity deviates" in shown
+    row = next(line for line in shown.splitlines() if line.startswith("gradient"))
+    assert row.split()[2:] == ["-", "-"]
+
+
+def test_siblings_that_stay_together_are_not_a_test(pool: RankPool) -> None:
+    batch = [*short(12, rollout_id=0), *short(4, 4, rollout_id=1)]
+    result = verify(pool, script=STOCK, batches=[batch], kinds=["packing"])
+    assert result.invariant and not result.proves_it
+    assert list(result.untested) == ["siblings"]
+    assert "NOT tested: samples of one rollout in different micro-batches" in as_table(result)
+
+
+def test_layouts_without_processes_are_not_tested(pool: RankPool) -> None:
+    result = verify(pool, script=STOCK, kinds=["cp", "twice"], max_ranks=1)
+    assert result.untested == {"cp": "it takes 2 processes; raise --max-ranks"}
+
+
+def test_a_fault_of_data_parallelism_is_not_blamed_on_the_others(pool: RankPool) -> None:
+    result = verify(pool, "--test-loss", "wrong_under_dp", kinds=["packing", "dp", "cp"])
+    wrong = {c for v in result.verdicts for c, d in v.deviations.items() if d > v.tolerance}
+    assert wrong == {"DP2", "DP2, many", "DP2 x CP2, many"}
+    (line,) = result.reasons()
+    assert line.startswith("it changes with data parallelism")
 
 
 def test_changed_rollouts_are_valid_and_what_they_say() -> None:

@@ -45,7 +45,9 @@ def training_arguments(words: list[str]) -> tuple[str, list[str]] | None:
         rest = words[2:]
     elif words[0] == "torchrun":
         rest = torchrun_rest(words[1:])
-        if rest[0] == "-m":
+        if rest[:4] == ["-m", "megatron_dynbatch.cli.main", "verify", "--model"]:
+            rest = rest[4:]
+        elif rest[0] == "-m":
             assert rest[1] == "megatron_dynbatch.run", rest[1]
             rest = rest[2:]
     else:

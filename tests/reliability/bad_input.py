@@ -413,4 +413,22 @@ SHOWN_ELSEWHERE = {
     "this Megatron does not match": (
         "tests/hooks/test_sites.py::test_a_wrong_count_changes_nothing_and_names_every_site"
     ),
+    "the forward step asks its batch for": (
+        "tests/hooks/test_first_batch.py::test_each_mistake_is_told_with_what_is_there"
+    ),
+    "the forward step asks its micro-batch for": (
+        "tests/hooks/test_first_batch.py::test_each_mistake_is_told_with_what_is_there"
+    ),
+    "… takes no packed_seq_params": (
+        "tests/hooks/test_first_batch.py::test_each_mistake_is_told_with_what_is_there"
+    ),
+    "the forward step calls … without packed_seq_params": (
+        "tests/hooks/test_first_batch.py::test_each_mistake_is_told_with_what_is_there"
+    ),
+    "the forward step tells": (
+        "tests/hooks/test_first_batch.py::test_each_mistake_is_told_with_what_is_there"
+    ),
+    "the forward step calls …, which learns": (
+        "tests/hooks/test_first_batch.py::test_each_mistake_is_told_with_what_is_there"
+    ),
 }
