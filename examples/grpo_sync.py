@@ -6,7 +6,8 @@ those of the demo (`examples.demo`): spelling words backward.
 
     torchrun --nproc-per-node 2 -m megatron_dynbatch.run --cpu --module examples.grpo_sync \
         --dynamic-global-batch --rollout-path queue:grpo --rollouts-per-step batch \
-        --micro-batch-width variable --max-tokens-per-gpu 256 --train-samples 2000 …
+        --micro-batch-width variable --max-tokens-per-gpu 256 --train-samples 2000 \
+        --attention-dropout 0 --hidden-dropout 0 …
 
 Real size, an 8B model on 8 GPUs (the sampler in `make_rollouts` is then an engine's):
 

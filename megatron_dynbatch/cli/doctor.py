@@ -22,7 +22,7 @@ EXAMPLES = """\
   megatron-dynbatch doctor
   megatron-dynbatch doctor --cpu --import other_plugin
   megatron-dynbatch doctor -- --dynamic-global-batch --rollout-path DIR --rollouts-per-step 64 \\
-      --max-tokens-per-gpu 8192 --num-experts 8"""
+      --max-tokens-per-gpu 8192 --attention-dropout 0 --hidden-dropout 0 --num-experts 8"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +125,7 @@ def command_line(arguments: Sequence[str]) -> list[Check]:
     """What would be refused with these arguments; options of the script itself are passed over."""
     from megatron_dynbatch.hooks import SiteError, install
     from megatron_dynbatch.hooks.refusals import refusals
+    from megatron_dynbatch.hooks.traits import unproven
 
     try:
         install()
@@ -133,7 +134,7 @@ def command_line(arguments: Sequence[str]) -> list[Check]:
         return [Check("arguments", "not accepted", str(error))]
     if not args.dynamic_global_batch:
         return [Check("--dynamic-global-batch", "not given: the plugin changes nothing")]
-    reasons = refusals(args)
+    reasons = refusals(args) + unproven(args)
     if not reasons:
         return [Check("--dynamic-global-batch", "nothing is refused")]
     return [Check(reason.partition(":")[0], "refused", reason) for reason in reasons]

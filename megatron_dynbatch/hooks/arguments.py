@@ -15,6 +15,7 @@ from typing import Any
 from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.hooks.horizon import check_unknown_total, imply_unknown_total
 from megatron_dynbatch.hooks.refusals import refusals
+from megatron_dynbatch.hooks.traits import guard_scaled_terms, unproven
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.plan.options import (
     EMPTY_ROLLOUT_POLICIES,
@@ -99,6 +100,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "them (default: keep all).")
     add("--rollout-ledger", metavar="FILE",
         help="JSONL file in which rank 0 notes the rollouts of each finished step.")
+    add("--admit-unproven", nargs="+", action="extend", metavar="TRAIT",
+        help="Train with these properties of the model although no parity test proves them; a "
+        "refusal names them.")
     add("--step-report", metavar="FILE", help="JSONL file that gets one line per step.")
     add("--step-progress", choices=PROGRESS, default="auto",
         help="How rank 0 shows the step of the batch and the micro-batch of the step that run: "
@@ -206,7 +210,7 @@ def settle_args(args: argparse.Namespace) -> None:
     Raises:
         OptionError: One line per combination that is refused, or the option that is wrong.
     """
-    reasons = refusals(args)
+    reasons = refusals(args) + unproven(args)
     if reasons:
         raise OptionError(
             "--dynamic-global-batch cannot be used like this:\n"
@@ -220,6 +224,7 @@ def settle_args(args: argparse.Namespace) -> None:
             f"--keep-batches {args.keep_batches}: give a number of batches, 0 or more"
         )
     source_from_args(args).state(0)  # raises if the path is something else than rollouts
+    guard_scaled_terms()
     if args.micro_batch_width == "variable":
         args.variable_seq_lengths = True
 

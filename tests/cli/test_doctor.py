@@ -24,7 +24,8 @@ from megatron_dynbatch.hooks.registry import SITES
 from tests.pool import ROOT, run_ranks
 
 FLAGS = ("--dynamic-global-batch --rollout-path there --rollouts-per-step 4 "
-         "--max-tokens-per-gpu 64 --num-layers 2").split()  # fmt: skip
+         "--max-tokens-per-gpu 64 --num-layers 2 "
+         "--attention-dropout 0 --hidden-dropout 0").split()  # fmt: skip
 WRAPPER = """
 from megatron.training import training
 kept = training.train_step

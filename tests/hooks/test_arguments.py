@@ -15,7 +15,7 @@ from tests.pool import run_ranks
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64 "
     "--tokenizer-type NullTokenizer --vocab-size 127 --lr 1e-2 --eval-iters 0 "
-    "--transformer-impl local"
+    "--transformer-impl local --attention-dropout 0 --hidden-dropout 0"
 ).split()
 
 
@@ -100,6 +100,14 @@ def test_wrong_command_lines_are_told_before_training(directory: Path, tmp_path:
                "--calculate-per-token-loss"), "number of tokens that may be 0"),
         (flags(directory, "--mtp-num-layers", "2", "--position-embedding-type", "rope"),
          "--mtp-num-layers above 1"),
+        (flags(directory, "--attention-dropout", "0.1"),
+         "write --attention-dropout 0 --hidden-dropout 0, or admit it with --admit-unproven "
+         "dropout"),
+        (flags(directory, "--admit-unproven", "dropout", "speed"),
+         "--admit-unproven speed: no such trait; there are dropout"),
+        (flags(directory, "--num-experts", "2", "--moe-input-jitter-eps", "0.1",
+               "--moe-token-dispatcher-type", "alltoall"), "--moe-input-jitter-eps"),
+        (flags(directory, "--keep-batches", "-1"), "--keep-batches -1: give a number"),
         (flags(directory, "--num-experts", "2", "--moe-expert-capacity-factor", "1",
                "--moe-token-dispatcher-type", "alltoall"), "--moe-expert-capacity-factor"),
     ]

@@ -201,6 +201,8 @@ BAD_INPUT: dict[str, BadInput] = SAMPLES | STORAGE | PLANS | OPTION_ERRORS | RES
 # Messages of the page that whole trainings show, and where.
 SHOWN_ELSEWHERE = {
     "--dynamic-global-batch cannot be used like this": "tests/hooks/test_arguments.py",
+    "--admit-unproven": "tests/hooks/test_arguments.py",
+    "the model has a loss term": "tests/hooks/test_traits.py",
     "--keep-batches": "tests/hooks/test_arguments.py",
     "--on-batch-needed": "tests/hooks/test_arguments.py",
     "the checkpoint counts": "tests/parity/test_resume.py",
