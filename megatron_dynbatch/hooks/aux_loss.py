@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_dynbatch.hooks.mtp_inputs import inject_mtp_inputs
 from megatron_dynbatch.hooks.padding import inject_padding_mask, router_part
 from megatron_dynbatch.hooks.session import Session
 from megatron_dynbatch.layout.packed_sequence import PackedSequence
@@ -64,6 +65,7 @@ def begin_schedule(run: Session, model: list[Any]) -> None:
     run.grad_scale_func = get_model_config(chunks[0]).grad_scale_func
     for chunk in chunks:
         inject_padding_mask(run, chunk)
+        inject_mtp_inputs(run, chunk)
     if not run.args.mtp_num_layers:
         return
 

@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[Architecture, Auxiliary]] = {
         Auxiliary(z_loss=0.1, bias_rate=0.05),
     ),
     "MTP": (Architecture(mtp=True), Auxiliary(mtp=0.5)),
+    "MTP beside logits": (Architecture(mtp=True), Auxiliary(mtp=0.5)),
 }
 ONE, DP2, EP2, PP2 = Layout(), Layout(dp=2), Layout(dp=2, ep=2), Layout(pp=2)
 VPP2, CP2, EP2_PP2 = Layout(pp=2, vpp=2), Layout(cp=2), Layout(dp=2, ep=2, pp=2)
@@ -54,6 +55,8 @@ FAST: tuple[Choice, ...] = (
     ("expert bias", EP2, False),
     ("MTP", VPP2, False),
     ("MTP", CP2, False),
+    ("MTP beside logits", DP2, False),
+    ("MTP beside logits", CP2, False),
 )
 REST: tuple[Choice, ...] = tuple(
     choice
@@ -61,7 +64,7 @@ REST: tuple[Choice, ...] = tuple(
     for layout in (ONE, DP2, EP2, PP2, VPP2, CP2, TP2, EP2_PP2)
     for per_token in (False, True)
     if (choice := (kind, layout, per_token)) not in FAST
-    and not (kind == "MTP" and (per_token or layout.ep > 1))
+    and not (kind.startswith("MTP") and (per_token or layout.ep > 1))
     and not (per_token and layout in (ONE, PP2, EP2_PP2))
 )
 
@@ -113,7 +116,6 @@ def run(
         **layout.flags(),
         "micro-batch-width": "variable",
         "calculate-per-token-loss": per_token,
-        # MTP takes its labels from those of the language model.
         "loss-head": "stock" if kind == "MTP" else "logits",
     }
     return run_cell(

@@ -203,6 +203,7 @@ SHOWN_ELSEWHERE = {
     "--dynamic-global-batch cannot be used like this": "tests/hooks/test_arguments.py",
     "--admit-unproven": "tests/hooks/test_arguments.py",
     "the model has a loss term": "tests/hooks/test_traits.py",
+    "--mtp-num-layers with": "tests/hooks/test_mtp_inputs.py",
     "--keep-batches": "tests/hooks/test_arguments.py",
     "--on-batch-needed": "tests/hooks/test_arguments.py",
     "the checkpoint counts": "tests/parity/test_resume.py",
