@@ -28,6 +28,7 @@ from megatron_dynbatch.rollouts import RolloutSource, open_transport
 from megatron_dynbatch.steps.announce import STALE_POLICIES, Staleness
 
 WIDTHS = ("fixed", "variable")
+BALANCES = ("micro-batch", "previous-step", "same-step")
 PROGRESS = ("auto", "bar", "plain", "off")
 
 _OF_ONE_RANK = ("rank", "local_rank", "step_report", "rollout_ledger")
@@ -100,6 +101,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "them (default: keep all).")
     add("--rollout-ledger", metavar="FILE",
         help="JSONL file in which rank 0 notes the rollouts of each finished step.")
+    add("--moe-balance", choices=BALANCES, default="micro-batch",
+        help="Whose expert frequencies the load-balancing loss takes: each micro-batch's, as "
+        "Megatron does; those of the previous step; or those of the same step, by a forward-only "
+        "pass that costs about a third of the step's time. The last two make it independent of the "
+        "packing (default: micro-batch).")
     add("--admit-unproven", nargs="+", action="extend", metavar="TRAIT",
         help="Train with these properties of the model although no parity test proves them; a "
         "refusal names them.")

@@ -121,7 +121,7 @@ def _compute_scales(run: Session, k: int) -> AuxScales:
     world = layout.dp * layout.cp
     share = tokens / step.num_tokens
     router_ranks = layout.tp * layout.cp
-    seen = int(router_part(run, _on_this_cp_rank(step, packed, ~packed.padding_mask)).sum())
+    seen = int(router_values(run, packed, ~packed.padding_mask).sum())
     if not run.args.calculate_per_token_loss:
         moe = share * world
     else:  # Megatron multiplies the terms by the router's tokens and by TP·CP
@@ -140,6 +140,11 @@ def _compute_scales(run: Session, k: int) -> AuxScales:
         moe_log=share * layout.dp * step.num_microbatches,
         mtp_log=mtp_log,
     )
+
+
+def router_values(run: Session, packed: PackedSequence, values: NDArray[Any]) -> NDArray[Any]:
+    """The part of per-token values [S] of a pack that this rank's routers see."""
+    return router_part(run, _on_this_cp_rank(_open(run), packed, values))
 
 
 def rolled_mask(packed: PackedSequence) -> NDArray[np.float32]:

@@ -50,6 +50,8 @@ class Session:
         self.current_index = 0
         self.mtp_tokens = 0
         self.aux_scales: dict[int, Any] = {}  # of the open step, see `aux_loss`
+        self.balance: Any = None  # expert frequencies of a step, see `balance`
+        self.counting = False  # whether a forward-only pass counts them
         self.loss_sums: list[tuple[MicroBatch, torch.Tensor]] = []
         self.grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.writer: StepReportWriter | None = None

@@ -33,6 +33,11 @@ EXPERTS = Architecture(experts=4)
 KINDS: dict[str, tuple[Architecture, Auxiliary]] = {
     "z-loss": (EXPERTS, Auxiliary(z_loss=0.1)),
     "load balancing": (EXPERTS, Auxiliary(balance=1.0)),
+    "balance of the previous step": (
+        EXPERTS, Auxiliary(balance=1.0, balance_over="previous-step")
+    ),
+    "balance of the same step": (EXPERTS, Auxiliary(balance=1.0, balance_over="same-step")),
+    "balance of each sample": (EXPERTS, Auxiliary(sample_balance=1.0)),
     "expert bias": (
         dataclasses.replace(EXPERTS, router_score="sigmoid"),
         Auxiliary(z_loss=0.1, bias_rate=0.05),
@@ -52,6 +57,10 @@ FAST: tuple[Choice, ...] = (
     ("z-loss", VPP2, False),
     ("load balancing", EP2_PP2, False),
     ("load balancing", CP2, True),
+    ("balance of the previous step", EP2, False),
+    ("balance of the same step", EP2_PP2, False),
+    ("balance of each sample", CP2, True),
+    ("balance of each sample", EP2, False),
     ("expert bias", EP2, False),
     ("MTP", VPP2, False),
     ("MTP", CP2, False),

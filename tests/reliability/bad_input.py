@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynbatch.hooks.arguments import imply
+from megatron_dynbatch.hooks.balance import StepBalance
 from megatron_dynbatch.hooks.horizon import check_unknown_total
 from megatron_dynbatch.hooks.loss import weighted_output
 from megatron_dynbatch.layout import build_micro_batch
@@ -139,7 +140,13 @@ def _other_options(path: Path) -> object:
     return cursor
 
 
+def _other_experts(path: Path) -> object:
+    saved = {"tokens": 4, "counts": [[4, 4], [8, 0]]}
+    return StepBalance(2, 4, 2, from_same_step=False, saved=saved)
+
+
 RESUMES: dict[str, BadInput] = {
+    "expert counts of another model": _other_experts,
     "another step size inside a batch": _other_options,
     "other steps inside a batch": _other_steps,
 }
