@@ -125,7 +125,7 @@ def command_line(arguments: Sequence[str]) -> list[Check]:
     """What would be refused with these arguments; options of the script itself are passed over."""
     from megatron_dynbatch.hooks import SiteError, install
     from megatron_dynbatch.hooks.refusals import refusals
-    from megatron_dynbatch.hooks.traits import unproven
+    from megatron_dynbatch.hooks.traits import traits_of, unproven
 
     try:
         install()
@@ -135,9 +135,14 @@ def command_line(arguments: Sequence[str]) -> list[Check]:
     if not args.dynamic_global_batch:
         return [Check("--dynamic-global-batch", "not given: the plugin changes nothing")]
     reasons = refusals(args) + unproven(args)
+    proved = [
+        Check(trait.name, f"{trait.kind}; docs/parity.md: {trait.row[1]}")
+        for trait in traits_of(args)
+        if trait.row is not None
+    ]
     if not reasons:
-        return [Check("--dynamic-global-batch", "nothing is refused")]
-    return [Check(reason.partition(":")[0], "refused", reason) for reason in reasons]
+        return [Check("--dynamic-global-batch", "nothing is refused"), *proved]
+    return proved + [Check(reason.partition(":")[0], "refused", reason) for reason in reasons]
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -62,6 +62,7 @@ def begin_schedule(run: Session, model: list[Any]) -> None:
 
     chunks = model if isinstance(model, list) else [model]
     run.aux_scales.clear()
+    run.samples_of_tokens.clear()
     run.grad_scale_func = get_model_config(chunks[0]).grad_scale_func
     for chunk in chunks:
         inject_padding_mask(run, chunk)

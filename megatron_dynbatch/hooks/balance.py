@@ -17,11 +17,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_dynbatch.errors import ResumeError
 from megatron_dynbatch.hooks.aux_loss import aux_scales, router_values
+from megatron_dynbatch.hooks.padding import router_part
 from megatron_dynbatch.hooks.session import Session, session
 
 
@@ -59,19 +61,25 @@ def _by_sample(
 
     Rows of padding are zero in both inputs, so it does not matter which sample has them.
     """
-    assert run.step is not None
-    packed = run.step.packed(run.current_index)
-    number = len(packed.total_lengths)
-    positions = torch.arange(len(packed.tokens)).numpy()
-    sequences = packed.cu_seqlens_padded[1:].searchsorted(positions, side="right")
-    own = router_values(run, packed, sequences.clip(max=number - 1))
-    sample = torch.from_numpy(own).to(scores.device, torch.int64)
-    empty = scores.new_zeros(number, scores.shape[-1])
+    if run.current_index not in run.samples_of_tokens:  # once for all layers
+        run.samples_of_tokens[run.current_index] = _samples_of_tokens(run, scores.device)
+    sample, lengths = run.samples_of_tokens[run.current_index]
+    empty = scores.new_zeros(len(lengths), scores.shape[-1])
     loads = empty.index_add(0, sample, routing_map.to(scores.dtype).detach())
     if router.tp_cp_group.size() > 1:
         torch.distributed.all_reduce(loads, group=router.tp_cp_group)
-    masses = empty.index_add(0, sample, scores)
-    return loads, masses, torch.from_numpy(packed.total_lengths).to(scores.device)
+    return loads, empty.index_add(0, sample, scores), lengths
+
+
+def _samples_of_tokens(run: Session, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Place in the pack of the sample of each token that routers see, and T of each sample."""
+    assert run.step is not None
+    packed = run.step.packed(run.current_index)
+    sequences = np.repeat(
+        np.arange(len(packed.cu_seqlens_padded) - 1), np.diff(packed.cu_seqlens_padded)
+    )
+    own = router_values(run, packed, sequences.clip(max=len(packed.total_lengths) - 1))
+    return torch.from_numpy(own).to(device), torch.from_numpy(packed.total_lengths).to(device)
 
 
 def applying_balance_loss(apply: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -102,24 +110,31 @@ def applying_balance_loss(apply: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def routing_counted(route: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `routing`: in a pass that counts, the choice that the loss is about."""
+    """Wrap `routing`: the padding of MTP layers, and what a pass that counts is there for.
+
+    Megatron shifts the mask with the tokens, so that the last token of a sample is padding in an
+    MTP layer if padding follows it, and not if nothing does: a question of the layout.
+    """
 
     @functools.wraps(route)
-    def routed(router: Any, logits: Tensor, *rest: Any, **named: Any) -> Any:
+    def routed(
+        router: Any, logits: Tensor, padding_mask: Tensor | None = None, **named: Any
+    ) -> Any:
         run = session()
-        if run is not None and run.counting and run.current is not None:
+        if run is None or run.step is None or run.current is None or run.current.is_dummy:
+            return route(router, logits, padding_mask=padding_mask, **named)
+        if padding_mask is not None and router.is_mtp_layer:
+            padding_mask = router_part(run, run.current.padding_mask)
+        if run.counting:
             from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 
-            assert run.step is not None
-            if not run.current.is_dummy:
-                packed = run.step.packed(run.current_index)
-                routing_map, _ = compute_routing_scores_for_aux_loss(
-                    logits.view(-1, logits.shape[-1]), router.topk, router.score_function,
-                    fused=router.config.moe_router_fusion,
-                )  # fmt: skip
-                kept = torch.from_numpy(router_values(run, packed, ~packed.padding_mask))
-                run.balance.count(router, routing_map & kept.to(logits.device).unsqueeze(-1))
-        return route(router, logits, *rest, **named)
+            routing_map, _ = compute_routing_scores_for_aux_loss(
+                logits.view(-1, logits.shape[-1]), router.topk, router.score_function,
+                fused=router.config.moe_router_fusion,
+            )  # fmt: skip
+            kept = ~router_part(run, run.current.padding_mask).reshape(-1, 1)
+            run.balance.count(router, routing_map & kept)
+        return route(router, logits, padding_mask=padding_mask, **named)
 
     return routed
 
@@ -174,7 +189,8 @@ class StepBalance:
             router: Whose layer it is.
             routing_map: [T, E], False at padding.
         """
-        self._counts[_layer_of(router)] += routing_map.sum(0).to("cpu", torch.int64)
+        self._counts = self._counts.to(routing_map.device)
+        self._counts[_layer_of(router)] += routing_map.sum(0)
 
     def frequencies(self, router: Any) -> Tensor:
         """f_e = n_e / T, [E] float64; K/E before anything was counted."""
@@ -191,13 +207,12 @@ class StepBalance:
         """
         counts = self._counts.to(device, copy=True)
         torch.distributed.all_reduce(counts)  # a layer is on one stage, a token on one rank of it
-        known = counts.cpu()
-        routed = set(known.sum(-1).tolist()) - {0}  # 0: a dense layer
+        routed = set(counts.sum(-1).tolist()) - {0}  # 0: a dense layer
         assert routed <= {self._topk * tokens}, (
             f"{sorted(routed)} routed tokens were counted in a step of {tokens} with {self._topk} "
             "experts each"
         )
-        self._known, self._tokens = known, tokens
+        self._known, self._tokens = counts, tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""

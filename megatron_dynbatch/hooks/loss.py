@@ -23,6 +23,7 @@ from megatron_dynbatch.hooks.balance import begin_balance
 from megatron_dynbatch.hooks.non_finite import naming_non_finite
 from megatron_dynbatch.hooks.report import reduced_reports
 from megatron_dynbatch.hooks.session import Session, session
+from megatron_dynbatch.hooks.traits import check_model
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.losses.scaling import megatron_loss
 from megatron_dynbatch.report import Metric
@@ -48,6 +49,10 @@ def _scaled_schedule(schedule: Callable[..., Any]) -> Callable[..., Any]:
         run = session()
         if run is None or run.step is None or named.get("forward_only", False):
             return schedule(forward_step_func=forward_step_func, **named)
+        if not run.model_checked:
+            model = named["model"]
+            check_model(run.args, model if isinstance(model, list) else [model])
+            run.model_checked = True
         if run.has_aux_losses:
             begin_schedule(run, named["model"])
             begin_balance(run, schedule, _numbered_forward_step(run, forward_step_func), named)

@@ -81,6 +81,11 @@ def refusals(args: argparse.Namespace) -> list[str]:
          and getattr(args, "eval_global_batch_size", None) is None,
          "--rollouts-per-step batch with --eval-iters: this Megatron takes the evaluation batch "
          "size from --global-batch-size; set --eval-iters 0"),
+        (on("multi_latent_attention") and args.transformer_impl == "local"
+         and args.tensor_model_parallel_size > 1,
+         "--multi-latent-attention with --transformer-impl local and --tensor-model-parallel-size "
+         "above 1: Megatron's local layers lose a part of the gradient of the keys' positions; use "
+         "transformer_engine"),
         (on_gpu_without_attention,
          "--transformer-impl local on a GPU: its attention knows no packed sequences; use "
          "transformer_engine"),

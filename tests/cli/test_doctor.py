@@ -82,6 +82,9 @@ def test_a_good_installation_and_command_line(tmp_path: Path) -> None:
     assert by_name(report["command line"])["--dynamic-global-batch"]["found"] == (
         "nothing is refused"
     )
+    assert by_name(report["command line"])["self-attention"]["found"] == (
+        "attention; docs/parity.md: CP2"
+    )
 
 
 def test_other_plugins_and_refused_flags_are_named(tmp_path: Path) -> None:
@@ -138,3 +141,14 @@ def test_a_plugin_that_cannot_be_imported_is_a_usage_error(
     monkeypatch.setattr(doctor, "environment", lambda: [])
     assert main(["doctor", "--import", "no_such_plugin"]) == 2
     assert "--import no_such_plugin: No module named" in capsys.readouterr().err
+
+
+def test_latent_attention_of_local_layers_is_refused_under_tensor_parallelism(
+    tmp_path: Path,
+) -> None:
+    flags = "--multi-latent-attention --position-embedding-type rope --transformer-impl local"
+    parallel = "--tensor-model-parallel-size 2"
+    code, report = run("--cpu", "--", *FLAGS, *f"{flags} {parallel}".split(), folder=tmp_path)
+    (problem,) = [line["problem"] for line in report["command line"] if line["problem"]]
+    assert code == 1 and "lose a part of the gradient" in problem
+    assert run("--cpu", "--", *FLAGS, *flags.split(), folder=tmp_path)[0] == 0

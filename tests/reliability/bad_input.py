@@ -209,6 +209,7 @@ BAD_INPUT: dict[str, BadInput] = SAMPLES | STORAGE | PLANS | OPTION_ERRORS | RES
 SHOWN_ELSEWHERE = {
     "--dynamic-global-batch cannot be used like this": "tests/hooks/test_arguments.py",
     "--admit-unproven": "tests/hooks/test_arguments.py",
+    "the model is a": "tests/hooks/test_traits.py",
     "the model has a loss term": "tests/hooks/test_traits.py",
     "--mtp-num-layers with": "tests/hooks/test_mtp_inputs.py",
     "--keep-batches": "tests/hooks/test_arguments.py",
