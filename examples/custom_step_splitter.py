@@ -11,7 +11,8 @@ In training, on 8 GPUs (any script; the module must be importable, here from the
 
     torchrun --nproc-per-node 8 -m megatron_dynbatch.run pretrain_gpt.py --dynamic-global-batch \
         --rollout-path DIR --rollouts-per-step 64 --max-tokens-per-gpu 8192 \
-        --step-splitter examples.custom_step_splitter:similar_tokens …
+        --step-splitter examples.custom_step_splitter:similar_tokens \
+        --attention-dropout 0 --hidden-dropout 0 …
 """
 
 from __future__ import annotations

@@ -145,6 +145,8 @@ def model_provider(
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
         pg_collection=pg_collection,

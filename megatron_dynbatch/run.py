@@ -35,7 +35,8 @@ usage: python -m megatron_dynbatch.run [options] script.py [arguments of the scr
 """
 EXAMPLES = """\
   torchrun --nproc-per-node 8 -m megatron_dynbatch.run pretrain_gpt.py --dynamic-global-batch \\
-      --rollout-path DIR --rollouts-per-step 64 --max-tokens-per-gpu 8192 ...
+      --rollout-path DIR --rollouts-per-step 64 --max-tokens-per-gpu 8192 \\
+      --attention-dropout 0 --hidden-dropout 0 ...
   megatron-dynbatch run --cpu examples/sft_varlen.py --help     # Megatron's flags, and ours"""
 
 

@@ -24,7 +24,7 @@ EXAMPLES = """\
   megatron-dynbatch doctor
   megatron-dynbatch doctor --cpu --import other_plugin
   megatron-dynbatch doctor -- --dynamic-global-batch --rollout-path DIR --rollouts-per-step 64 \\
-      --max-tokens-per-gpu 8192 --num-experts 8"""
+      --max-tokens-per-gpu 8192 --attention-dropout 0 --hidden-dropout 0 --num-experts 8"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,6 +134,7 @@ def command_line(arguments: Sequence[str]) -> list[Check]:
     """What would be refused with these arguments; options of the script itself are passed over."""
     from megatron_dynbatch.hooks import SiteError, install
     from megatron_dynbatch.hooks.refusals import refusals
+    from megatron_dynbatch.hooks.traits import traits_of, unproven
 
     try:
         install()
@@ -143,10 +144,16 @@ def command_line(arguments: Sequence[str]) -> list[Check]:
     if not args.dynamic_global_batch:
         return [Check("--dynamic-global-batch", "not given: the plugin changes nothing")]
     path = rollout_path(args.rollout_path, getattr(args, "wait_for_path", False))
-    reasons = refusals(args)
+    reasons = refusals(args) + unproven(args)
+    proved = [
+        Check(trait.name, f"{trait.kind}; docs/parity.md: {trait.row[1]}")
+        for trait in traits_of(args)
+        if trait.row is not None
+    ]
     if not reasons:
-        return [Check("--dynamic-global-batch", "nothing is refused"), path]
-    return [Check(reason.partition(":")[0], "refused", reason) for reason in reasons] + [path]
+        return [Check("--dynamic-global-batch", "nothing is refused"), *proved, path]
+    refused = [Check(reason.partition(":")[0], "refused", reason) for reason in reasons]
+    return [*proved, *refused, path]
 
 
 def rollout_path(text: str, may_come: bool = False) -> Check:

@@ -49,10 +49,38 @@ def _packed_order(cu_seqlens: tuple[int, ...], cp_size: int) -> Tensor:
     return torch.from_numpy(np.argsort(np.concatenate(owners)))
 
 
-def _chunk_mask(length: int, cp_size: int, cp_rank: int) -> Tensor:
+def _chunk_mask(length: int, cp_size: int, cp_rank: int, window: int | None) -> Tensor:
     """[length / C, length] True where a local query row of one sequence may see a key."""
-    rows = torch.from_numpy(zigzag_indices((0, length), cp_size, cp_rank))
-    return torch.arange(length)[None, :] <= rows[:, None]
+    rows = torch.from_numpy(zigzag_indices((0, length), cp_size, cp_rank))[:, None]
+    keys = torch.arange(length)[None, :]
+    return (keys <= rows) if window is None else (keys <= rows) & (keys >= rows - window)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+    sink: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """[b, heads, s, d_v]; `sink` [heads] is one more score in each softmax, of a value of zero."""
+    if sink is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, is_causal=causal and visible is None,
+            dropout_p=dropout, scale=scale,
+        )  # fmt: skip
+    scores = q @ k.transpose(-1, -2) * scale
+    if visible is None and causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    column = sink.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return F.dropout(weights, dropout) @ v
 
 
 def packed_causal_attention(
@@ -64,6 +92,8 @@ def packed_causal_attention(
     scale: float,
     cp_group: dist.ProcessGroup | None = None,
     dropout: float = 0.0,
+    window: int | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Let every token see the tokens of its own sequence up to itself.
 
@@ -75,6 +105,8 @@ def packed_causal_attention(
         scale: factor on the scores.
         cp_group: context-parallel group, or None for one rank.
         dropout: probability of dropping an attention weight.
+        window: how many tokens before itself a token sees; None: all.
+        sink: [heads] a further score in each softmax, whose value is zero; None: there is none.
 
     Returns:
         [T/C, heads, d_v].
@@ -103,16 +135,17 @@ def packed_causal_attention(
     for start, end in pairwise(bounds):
         if start == end:
             continue
-        mask = _chunk_mask(end - start, cp_size, cp_rank) if cp_size > 1 else None
+        plain = cp_size == 1 and window is None
         outputs.append(
-            F.scaled_dot_product_attention(
+            _attend(
                 q[:, :, start // cp_size : end // cp_size],
                 k[:, :, start:end],
                 v[:, :, start:end],
-                attn_mask=mask,
-                is_causal=mask is None,
-                dropout_p=dropout,
+                None if plain else _chunk_mask(end - start, cp_size, cp_rank, window),
+                causal=True,
                 scale=scale,
+                sink=sink,
+                dropout=dropout,
             )
         )
     return torch.cat(outputs, dim=2)[0].transpose(0, 1).contiguous()
@@ -127,6 +160,8 @@ def batch_attention(
     causal: bool,
     scale: float,
     dropout: float = 0.0,
+    window: int | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Attention of an ordinary batch without packing.
 
@@ -138,6 +173,8 @@ def batch_attention(
         causal: whether a token sees only itself and earlier ones.
         scale: factor on the scores.
         dropout: probability of dropping an attention weight.
+        window: with `causal`, how many tokens before itself a token sees; None: all.
+        sink: [heads] a further score in each softmax, whose value is zero; None: there is none.
 
     Returns:
         [s, b, heads · d_v].
@@ -147,15 +184,9 @@ def batch_attention(
         key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     visible = None if hidden is None else ~hidden
-    if causal and visible is not None:
-        visible = visible & torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=visible,
-        is_causal=causal and visible is None,
-        dropout_p=dropout,
-        scale=scale,
-    )
+    if causal and (visible is not None or window is not None):
+        past = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        past = past if window is None else past.triu(-window)
+        visible = past if visible is None else visible & past
+    out = _attend(q, k, v, visible, causal=causal, scale=scale, sink=sink, dropout=dropout)
     return out.permute(2, 0, 1, 3).flatten(2).contiguous()

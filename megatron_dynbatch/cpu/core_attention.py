@@ -6,6 +6,7 @@ import contextlib
 import math
 from typing import Any
 
+import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -45,6 +46,39 @@ class CpuCoreAttention(MegatronModule):
         head_size = config.kv_channels
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_size)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window = _window_of(config, layer_number)
+        self._add_sink(config, pg_collection)
+
+    def _add_sink(self, config: Any, pg_collection: Any) -> None:
+        """One more score per head of this rank: none, 0, or learnt."""
+        kind = getattr(config, "softmax_type", "vanilla")
+        group = getattr(pg_collection, "tp", None)
+        size = group.size() if group is not None else config.tensor_model_parallel_size
+        heads = torch.zeros(config.num_attention_heads // size, dtype=config.params_dtype)
+        self.softmax_offset: Tensor | None = None
+        if kind == "off-by-one":
+            self.softmax_offset = heads
+        elif kind == "learnable":
+            del self.softmax_offset
+            offset = torch.nn.Parameter(heads)
+            if config.perform_initialization:
+                config.init_method(offset)
+            tensor_parallel.set_tensor_model_parallel_attributes(offset, True, 0, 1)
+            self.register_parameter("softmax_offset", offset)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """The learnt score of each head, split over tensor-parallel ranks."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        own = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            own, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
 
     def forward(
         self,
@@ -72,6 +106,8 @@ class CpuCoreAttention(MegatronModule):
                     scale=self.scale,
                     cp_group=self._group_of(packed_seq_params),
                     dropout=dropout,
+                    window=self.window,
+                    sink=self.softmax_offset,
                 )
             if self.config.context_parallel_size > 1:
                 raise ValueError(
@@ -86,6 +122,8 @@ class CpuCoreAttention(MegatronModule):
                 causal=kind in _CAUSAL,
                 scale=self.scale,
                 dropout=dropout,
+                window=self.window,
+                sink=self.softmax_offset,
             )
 
     def _group_of(self, packed_seq_params: Any) -> Any:
@@ -107,11 +145,21 @@ def _laid_out_lengths(packed_seq_params: Any) -> Tensor:
     return padded if padded is not None else packed_seq_params.cu_seqlens_q
 
 
+def _window_of(config: Any, layer_number: int) -> int | None:
+    """How many earlier tokens a token of this layer sees; None: all of them."""
+    if getattr(config, "window_size", None) is None:
+        return None
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    if not is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, layer_number
+    ):
+        return None
+    left = int(config.window_size[0])
+    return left if left >= 0 else None
+
+
 def _refuse_unsupported(config: Any) -> None:
     """Say at model construction what this attention does not do."""
-    if getattr(config, "window_size", None) is not None:
-        raise ValueError("the CPU attention has no sliding window; remove --window-size")
-    if getattr(config, "softmax_type", "vanilla") != "vanilla":
-        raise ValueError("the CPU attention has the vanilla softmax only; remove --softmax-type")
     if getattr(config, "qk_clip", False):
         raise ValueError("the CPU attention has no QK clipping; remove --qk-clip")

@@ -17,6 +17,7 @@ from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.hooks.horizon import check_unknown_total, imply_unknown_total
 from megatron_dynbatch.hooks.refusals import refusals
 from megatron_dynbatch.hooks.tracker import mend_tracker
+from megatron_dynbatch.hooks.traits import guard_scaled_terms, unproven
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.plan.flags import TRAINING_FLAGS, options_as_typed
 from megatron_dynbatch.plan.options import (
@@ -32,6 +33,7 @@ from megatron_dynbatch.steps.announce import STALE_POLICIES, Staleness
 from megatron_dynbatch.steps.empty_batches import MOST_IN_A_ROW, EmptyBatches
 
 WIDTHS = ("fixed", "variable")
+BALANCES = ("micro-batch", "previous-step", "same-step")
 PROGRESS = ("auto", "bar", "plain", "off")
 
 _OF_ONE_RANK = ("rank", "local_rank", "step_report", "rollout_ledger")
@@ -113,6 +115,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--rollouts-moved", action="store_true",
         help="The rollouts lie in another directory than when the checkpoint was saved: go on if "
         "its batches are the same.")
+    add("--moe-balance", choices=BALANCES, default="micro-batch",
+        help="Whose expert frequencies the load-balancing loss takes: each micro-batch's, as "
+        "Megatron does; those of the previous step; or those of the same step, by a forward-only "
+        "pass that costs about a third of the step's time. The last two make it independent of the "
+        "packing (default: micro-batch).")
+    add("--admit-unproven", nargs="+", action="extend", metavar="TRAIT",
+        help="Train with these properties of the model although no parity test proves them; a "
+        "refusal names them.")
     add("--step-report", metavar="FILE", help="JSONL file that gets one line per step.")
     add("--step-progress", choices=PROGRESS, default="auto",
         help="How rank 0 shows the step of the batch and the micro-batch of the step that run: "
@@ -220,7 +230,7 @@ def settle_args(args: argparse.Namespace) -> None:
     Raises:
         OptionError: One line per combination that is refused, or the option that is wrong.
     """
-    reasons = refusals(args)
+    reasons = refusals(args) + unproven(args)
     if reasons:
         raise OptionError(
             "--dynamic-global-batch cannot be used like this:\n"
@@ -239,6 +249,7 @@ def settle_args(args: argparse.Namespace) -> None:
     source_from_args(args).published(PROGRESS_NOTE)
     if args.load:
         mend_tracker(Path(args.load))
+    guard_scaled_terms()
     if args.micro_batch_width == "variable":
         args.variable_seq_lengths = True
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_dynbatch.hooks.mtp_inputs import inject_mtp_inputs
 from megatron_dynbatch.hooks.padding import inject_padding_mask, router_part
 from megatron_dynbatch.hooks.session import Session
 from megatron_dynbatch.layout.packed_sequence import PackedSequence
@@ -61,9 +62,11 @@ def begin_schedule(run: Session, model: list[Any]) -> None:
 
     chunks = model if isinstance(model, list) else [model]
     run.aux_scales.clear()
+    run.samples_of_tokens.clear()
     run.grad_scale_func = get_model_config(chunks[0]).grad_scale_func
     for chunk in chunks:
         inject_padding_mask(run, chunk)
+        inject_mtp_inputs(run, chunk)
     if not run.args.mtp_num_layers:
         return
 
@@ -119,7 +122,7 @@ def _compute_scales(run: Session, k: int) -> AuxScales:
     world = layout.dp * layout.cp
     share = tokens / step.num_tokens
     router_ranks = layout.tp * layout.cp
-    seen = int(router_part(run, _on_this_cp_rank(step, packed, ~packed.padding_mask)).sum())
+    seen = int(router_values(run, packed, ~packed.padding_mask).sum())
     if not run.args.calculate_per_token_loss:
         moe = share * world
     else:  # Megatron multiplies the terms by the router's tokens and by TP·CP
@@ -138,6 +141,11 @@ def _compute_scales(run: Session, k: int) -> AuxScales:
         moe_log=share * layout.dp * step.num_microbatches,
         mtp_log=mtp_log,
     )
+
+
+def router_values(run: Session, packed: PackedSequence, values: NDArray[Any]) -> NDArray[Any]:
+    """The part of per-token values [S] of a pack that this rank's routers see."""
+    return router_part(run, _on_this_cp_rank(_open(run), packed, values))
 
 
 def rolled_mask(packed: PackedSequence) -> NDArray[np.float32]:

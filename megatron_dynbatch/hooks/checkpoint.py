@@ -34,4 +34,5 @@ def loaded_samples(stock: int, frame: Mapping[str, Any]) -> int:
     cursor = Cursor.from_dict(saved)
     run.restore(cursor)
     run.args.dynbatch_cursor = saved
+    run.args.dynbatch_balance = getattr(frame["checkpoint_args"], "dynbatch_balance", None)
     return cursor.consumed_rollouts

@@ -19,10 +19,12 @@ import torch
 
 from megatron_dynbatch.errors import LossFunctionError
 from megatron_dynbatch.hooks.aux_loss import begin_schedule, watch_backward
+from megatron_dynbatch.hooks.balance import begin_balance
 from megatron_dynbatch.hooks.first_batch import checking_first_batch, naming_missing_keys
 from megatron_dynbatch.hooks.non_finite import naming_non_finite
 from megatron_dynbatch.hooks.report import reduced_reports
 from megatron_dynbatch.hooks.session import Session, session
+from megatron_dynbatch.hooks.traits import check_model
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.losses.scaling import megatron_loss
 from megatron_dynbatch.report import Metric
@@ -48,8 +50,13 @@ def _scaled_schedule(schedule: Callable[..., Any]) -> Callable[..., Any]:
         run = session()
         if run is None or run.step is None or named.get("forward_only", False):
             return schedule(forward_step_func=forward_step_func, **named)
+        if not run.model_checked:
+            model = named["model"]
+            check_model(run.args, model if isinstance(model, list) else [model])
+            run.model_checked = True
         if run.has_aux_losses:
             begin_schedule(run, named["model"])
+            begin_balance(run, schedule, _numbered_forward_step(run, forward_step_func), named)
         forward_step_func = _scaled_forward_step(run, forward_step_func)
         with checking_first_batch(run, named["model"]), naming_non_finite(run):
             reports = schedule(forward_step_func=forward_step_func, **named)
@@ -58,19 +65,31 @@ def _scaled_schedule(schedule: Callable[..., Any]) -> Callable[..., Any]:
     return run_schedule
 
 
-def _scaled_forward_step(run: Session, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+def _numbered_forward_step(run: Session, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Selects the micro-batch before each pass of each model chunk."""
     # Each model chunk runs the step's micro-batches in order, in a replay from the start again.
     done: Counter[int] = Counter()
 
     @functools.wraps(forward_step)
-    def scaled(data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
-        k = done[id(model)]
+    def numbered(data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
+        run.select(done[id(model)])
         done[id(model)] += 1
-        micro_batch = run.select(k)
         with naming_missing_keys():
-            output, loss_function = forward_step(data_iterator, model, *rest, **named)
+            return forward_step(data_iterator, model, *rest, **named)
+
+    return numbered
+
+
+def _scaled_forward_step(run: Session, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    numbered = _numbered_forward_step(run, forward_step)
+
+    @functools.wraps(forward_step)
+    def scaled(data_iterator: Any, model: Any, *rest: Any, **named: Any) -> Any:
+        output, loss_function = numbered(data_iterator, model, *rest, **named)
+        micro_batch = run.current
+        assert micro_batch is not None
         if run.has_aux_losses:
-            watch_backward(run, k, output)
+            watch_backward(run, run.current_index, output)
         if loss_function is None:
             return output, None
         return output, functools.partial(_scaled_loss, run, micro_batch, loss_function)

@@ -57,6 +57,13 @@ def refusals(args: argparse.Namespace) -> list[str]:
          "--moe-router-load-balancing-type sinkhorn or quantile_balancing: they route padding too"),
         (on("num_experts") and getattr(args, "moe_expert_capacity_factor", None) is not None,
          "--moe-expert-capacity-factor: which tokens are dropped would depend on the packing"),
+        (on("num_experts") and args.moe_balance != "micro-batch" and balancing
+         & {"aux_loss", "global_aux_loss"} != {"aux_loss"},
+         f"--moe-balance {args.moe_balance}: it changes aux_loss only; give "
+         "--moe-router-load-balancing-type aux_loss"),
+        (args.moe_balance == "same-step" and on("overlap_param_gather"),
+         "--moe-balance same-step with --overlap-param-gather: parameters are gathered by the "
+         "first forward pass, which is another one here; take previous-step"),
         (on("overlap_moe_expert_parallel_comm"),
          "--overlap-moe-expert-parallel-comm: stock scripts drop the packed-sequence parameters "
          "under it"),
@@ -74,6 +81,11 @@ def refusals(args: argparse.Namespace) -> list[str]:
          and getattr(args, "eval_global_batch_size", None) is None,
          "--rollouts-per-step batch with --eval-iters: this Megatron takes the evaluation batch "
          "size from --global-batch-size; set --eval-iters 0"),
+        (on("multi_latent_attention") and args.transformer_impl == "local"
+         and args.tensor_model_parallel_size > 1,
+         "--multi-latent-attention with --transformer-impl local and --tensor-model-parallel-size "
+         "above 1: Megatron's local layers lose a part of the gradient of the keys' positions; use "
+         "transformer_engine"),
         (on_gpu_without_attention,
          "--transformer-impl local on a GPU: its attention knows no packed sequences; use "
          "transformer_engine"),

@@ -10,6 +10,11 @@ import ast
 from collections.abc import Callable
 
 from megatron_dynbatch.hooks.arguments import adding_arguments
+from megatron_dynbatch.hooks.balance import (
+    applying_balance_loss,
+    applying_sequence_loss,
+    routing_counted,
+)
 from megatron_dynbatch.hooks.checkpoint import loaded_samples
 from megatron_dynbatch.hooks.data_iterator import building_iterators
 from megatron_dynbatch.hooks.flops import consuming_lengths
@@ -89,6 +94,9 @@ SEAMS = (
          AUX_LOSSES_SINCE),
     Seam(_ROUTER, "TopKRouter._apply_expert_bias", counting_experts, AUX_LOSSES_SINCE),
     Seam(_ROUTER, "TopKRouter._apply_global_aux_loss", applying_global_loss, AUX_LOSSES_SINCE),
+    Seam(_ROUTER, "TopKRouter._apply_seq_aux_loss", applying_sequence_loss, AUX_LOSSES_SINCE),
+    Seam(_ROUTER, "TopKRouter._apply_aux_loss", applying_balance_loss, AUX_LOSSES_SINCE),
+    Seam(_ROUTER, "TopKRouter.routing", routing_counted, AUX_LOSSES_SINCE),
     Seam("megatron.core.transformer.moe.moe_logging", "MoEMetricsTracker.record", tracking_moe,
          AUX_LOSSES_SINCE),
     Seam("megatron.core.transformer.multi_token_prediction",

@@ -17,11 +17,14 @@ from megatron_dynbatch.hooks.session import session
 
 
 def _scales() -> AuxScales | None:
-    """The factors of the current micro-batch; None outside a training step under the plugin."""
+    """The factors of the current micro-batch; None outside a training step under the plugin.
+
+    All 0 in a pass that only counts expert frequencies.
+    """
     run = session()
     if run is None or run.step is None or run.current is None:
         return None
-    return aux_scales(run, run.current_index)
+    return AuxScales() if run.counting else aux_scales(run, run.current_index)
 
 
 def weighting_z_loss(z_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -105,6 +108,9 @@ def tracking_mtp(static: staticmethod[..., None]) -> staticmethod[..., None]:
 
     @functools.wraps(save)
     def saved(loss: Tensor, *positional: Any, **named: Any) -> None:
+        run = session()
+        if run is not None and run.counting:
+            return
         scales = _scales()
         if scales is not None:
             loss = loss * scales.mtp_log

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_dynbatch.hooks.balance import keep_balance
 from megatron_dynbatch.hooks.session import session
 
 
@@ -16,4 +17,5 @@ def scheduler_increment(stock: int, frame: Mapping[str, Any]) -> int:
     run = session()
     if run is None or run.step is None:
         return stock
+    keep_balance(run)  # Megatron asks only after an update that succeeded
     return run.step.step_global_batch_size

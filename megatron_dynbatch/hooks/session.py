@@ -54,6 +54,10 @@ class Session:
         self.has_first_batch = False  # see `first_batch`
         self.mtp_tokens = 0
         self.aux_scales: dict[int, Any] = {}  # of the open step, see `aux_loss`
+        self.samples_of_tokens: dict[int, Any] = {}  # of the open step, see `balance`
+        self.balance: Any = None  # expert frequencies of a step, see `balance`
+        self.model_checked = False
+        self.counting = False  # whether a forward-only pass counts them
         self.loss_sums: list[tuple[MicroBatch, torch.Tensor]] = []
         self.grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.writer: StepReportWriter | None = None

@@ -25,7 +25,8 @@ from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 from tests.pool import ROOT, run_ranks
 
 FLAGS = ("--dynamic-global-batch --rollout-path there --rollouts-per-step 4 "
-         "--max-tokens-per-gpu 64 --num-layers 2").split()  # fmt: skip
+         "--max-tokens-per-gpu 64 --num-layers 2 "
+         "--attention-dropout 0 --hidden-dropout 0").split()  # fmt: skip
 WRAPPER = """
 from megatron.training import training
 kept = training.train_step
@@ -84,6 +85,9 @@ def test_a_good_installation_and_command_line(tmp_path: Path) -> None:
         assert found.startswith("matched; ") and found.endswith(f".py:{numbers}")
     assert by_name(report["command line"])["--dynamic-global-batch"]["found"] == (
         "nothing is refused"
+    )
+    assert by_name(report["command line"])["self-attention"]["found"] == (
+        "attention; docs/parity.md: CP2"
     )
     found = by_name(report["command line"])["--rollout-path"]["found"]
     assert found == f"{tmp_path}: no batch is there yet"
@@ -178,3 +182,14 @@ def test_a_plugin_that_cannot_be_imported_is_a_usage_error(
     monkeypatch.setattr(doctor, "environment", lambda: [])
     assert main(["doctor", "--import", "no_such_plugin"]) == 2
     assert "--import no_such_plugin: No module named" in capsys.readouterr().err
+
+
+def test_latent_attention_of_local_layers_is_refused_under_tensor_parallelism(
+    tmp_path: Path,
+) -> None:
+    flags = "--multi-latent-attention --position-embedding-type rope --transformer-impl local"
+    parallel = "--tensor-model-parallel-size 2"
+    code, report = run("--cpu", "--", *FLAGS, *f"{flags} {parallel}".split(), folder=tmp_path)
+    (problem,) = [line["problem"] for line in report["command line"] if line["problem"]]
+    assert code == 1 and "lose a part of the gradient" in problem
+    assert run("--cpu", "--", *FLAGS, *flags.split(), folder=tmp_path)[0] == 0

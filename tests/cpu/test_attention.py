@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dynbatch.cpu.attention import batch_attention, packed_causal_attention
@@ -31,34 +30,52 @@ def inputs() -> tuple[list[int], list[Tensor], Tensor]:
     return np.cumsum([0, *LENGTHS]).tolist(), [draw(HEADS), draw(GROUPS), draw(GROUPS)], draw(HEADS)
 
 
-def one_by_one(bounds: list[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The definition: every sequence alone, query head h reads group h // (heads per group)."""
+def one_by_one(
+    bounds: list[int], q: Tensor, k: Tensor, v: Tensor, window: int | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The definition: every sequence alone, query head h reads group h // (heads per group).
+
+    A token sees `window` tokens before itself; exp(sink) is added to the sum of each softmax.
+    """
     rows = []
     for start, end in pairwise(bounds):
         for t in range(start, end):
+            first = start if window is None else max(start, t - window)
             for h in range(HEADS):
                 g = h * GROUPS // HEADS
-                scores = (k[start : t + 1, g] @ q[t, h]) / SIZE**0.5
-                rows.append(F.softmax(scores, dim=0) @ v[start : t + 1, g])
+                weights = torch.exp((k[first : t + 1, g] @ q[t, h]) / SIZE**0.5)
+                total = weights.sum() + (0 if sink is None else torch.exp(sink[h]))
+                rows.append(weights / total @ v[first : t + 1, g])
     return torch.stack(rows).view(-1, HEADS, SIZE)
 
 
 def attend_and_differentiate(
-    leaves: list[Tensor], bounds: list[int], grad: Tensor, group: dist.ProcessGroup | None = None
-) -> list[Tensor]:
-    q, k, v = (leaf.clone().requires_grad_() for leaf in leaves)
+    leaves: list[Tensor], bounds: list[int], grad: Tensor, group: dist.ProcessGroup | None = None,
+    window: int | None = None, sink: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    given = [leaf.clone().requires_grad_() for leaf in (*leaves, *([] if sink is None else [sink]))]
+    q, k, v, *own = given
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    out = packed_causal_attention(q, k, v, cu_seqlens, scale=SIZE**-0.5, cp_group=group)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+    out = packed_causal_attention(
+        q, k, v, cu_seqlens, scale=SIZE**-0.5, cp_group=group, window=window,
+        sink=own[0] if own else None,
+    )  # fmt: skip
+    return [out.detach(), *torch.autograd.grad(out, given, grad)]
 
 
-def zigzag_job() -> tuple[np.ndarray, list[Tensor]]:
+SINK = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)
+
+
+def zigzag_job(
+    window: int | None = None, sink: Tensor | None = None
+) -> tuple[np.ndarray, list[Tensor]]:
     world = dist.group.WORLD
     assert world is not None
     bounds, leaves, grad = inputs()
     mine = zigzag_indices(bounds, world.size(), world.rank())
-    local = attend_and_differentiate([x[mine] for x in leaves], bounds, grad[mine], world)
-    return mine, local
+    own = [x[mine] for x in leaves]
+    return mine, attend_and_differentiate(own, bounds, grad[mine], world, window, sink)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +107,36 @@ def test_unpacked_batch_equals_one_sequence_per_row() -> None:
     out = batch_attention(q, k, v, None, causal=True, scale=SIZE**-0.5)
     for row in range(3):
         want = one_by_one([0, 7], q[:, row], k[:, row], v[:, row]).flatten(1)
+        torch.testing.assert_close(out[:, row], want, rtol=0, atol=BAR)
+
+
+@pytest.mark.parametrize("window, sink", [(5, None), (None, SINK), (5, SINK)])
+def test_windows_and_sinks_equal_one_by_one(window: int | None, sink: Tensor | None) -> None:
+    bounds, leaves, grad = inputs()
+    given = [x.requires_grad_() for x in (*leaves, *([] if sink is None else [sink.clone()]))]
+    out = one_by_one(bounds, *given[:3], window, given[3] if sink is not None else None)
+    want = [out.detach(), *torch.autograd.grad(out, given, grad)]
+    plain = [x.detach() for x in leaves]
+    got = attend_and_differentiate(plain, bounds, grad, None, window, sink)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=BAR)
+    parts = run_ranks(2, zigzag_job, window, sink)
+    for mine, local in parts:
+        for a, b in zip(local[:4], want[:4], strict=True):
+            torch.testing.assert_close(a, b[mine], rtol=0, atol=BAR)
+    if sink is not None:  # each rank has the gradient of its own query rows
+        both = parts[0][1][4] + parts[1][1][4]
+        torch.testing.assert_close(both, want[4], rtol=0, atol=BAR)
+
+
+def test_windows_and_sinks_of_an_unpacked_batch() -> None:
+    random = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(7, 3, n, SIZE, generator=random).double() for n in (HEADS, GROUPS, GROUPS)
+    )
+    out = batch_attention(q, k, v, None, causal=True, scale=SIZE**-0.5, window=2, sink=SINK)
+    for row in range(3):
+        want = one_by_one([0, 7], q[:, row], k[:, row], v[:, row], 2, SINK).flatten(1)
         torch.testing.assert_close(out[:, row], want, rtol=0, atol=BAR)
 
 

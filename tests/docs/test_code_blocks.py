@@ -89,6 +89,9 @@ def test_flags_of_trainings_are_known() -> None:
         if target is not None and "--help" not in words:
             trainings.append((place, *target))
     assert len(trainings) > 10
+    for place, _, words in trainings:
+        if "--dynamic-global-batch" in words:  # Megatron's defaults are 0.1, which is refused
+            assert {"--attention-dropout", "--hidden-dropout"} <= set(words), place
     # This one has a parser of its own.
     own = [t for t in trainings if Path(t[1]).stem == "own_loop_mcore"]
     (unknown,) = run_ranks(

@@ -16,7 +16,7 @@ from tests.reliability.catalogue import shown
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64 "
     "--tokenizer-type NullTokenizer --vocab-size 127 --lr 1e-2 --eval-iters 0 "
-    "--transformer-impl local"
+    "--transformer-impl local --attention-dropout 0 --hidden-dropout 0"
 ).split()
 
 
@@ -101,6 +101,17 @@ def test_wrong_command_lines_are_told_before_training(directory: Path, tmp_path:
                "--calculate-per-token-loss"), "number of tokens that may be 0"),
         (flags(directory, "--mtp-num-layers", "2", "--position-embedding-type", "rope"),
          "--mtp-num-layers above 1"),
+        (flags(directory, "--attention-dropout", "0.1"),
+         "write --attention-dropout 0 --hidden-dropout 0, or admit it with --admit-unproven "
+         "dropout"),
+        (flags(directory, "--admit-unproven", "dropout", "speed"),
+         "--admit-unproven speed: no such trait; there are dropout"),
+        (flags(directory, "--num-experts", "2", "--moe-input-jitter-eps", "0.1",
+               "--moe-token-dispatcher-type", "alltoall"), "--moe-input-jitter-eps"),
+        (flags(directory, "--num-experts", "2", "--moe-balance", "previous-step",
+               "--moe-router-load-balancing-type", "seq_aux_loss",
+               "--moe-token-dispatcher-type", "alltoall"),
+         "--moe-balance previous-step: it changes aux_loss only"),
         (flags(directory, "--keep-batches", "-1"), "--keep-batches -1: give a number of batches"),
         (flags(directory, "--num-experts", "2", "--moe-expert-capacity-factor", "1",
                "--moe-token-dispatcher-type", "alltoall"), "--moe-expert-capacity-factor"),
@@ -112,6 +123,7 @@ def test_wrong_command_lines_are_told_before_training(directory: Path, tmp_path:
     told = "\n".join(error for _, error in results)
     shown("--dynamic-global-batch cannot be used like this", told)
     shown("--keep-batches", told)
+    shown("--admit-unproven", told)
 
 
 def _help() -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.page import Found, page
+from tests.parity.page import Found, added, page
 from tests.parity.reference import Recipe, ReferenceStep, train
 from tests.parity.rollouts import SHORT_SIZES, make_steps, write_batches
 from tests.pool import ROOT
@@ -53,7 +53,11 @@ def record() -> Callable[[str, str, Found], None]:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A whole run in which everything passed writes docs/parity.md."""
+    """A whole run in which everything passed writes docs/parity.md; PARITY_ADD=1 adds rows."""
+    if os.environ.get("PARITY_ADD") and exitstatus == pytest.ExitCode.OK and _measured:
+        target = ROOT / "docs" / "parity.md"
+        target.write_text(added(target.read_text("utf-8"), _measured), encoding="utf-8")
+        return
     is_whole = os.environ.get("PARITY") == "full" and not session.config.getoption("keyword")
     if is_whole and exitstatus == pytest.ExitCode.OK and len(_measured) > 1:
         (ROOT / "docs" / "parity.md").write_text(page(_measured), encoding="utf-8")

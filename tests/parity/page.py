@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
@@ -63,6 +64,18 @@ gathered only by the next forward pass (overlapped).
 
 Float64 again, bar 1e-9.
 """,
+    "families": """\
+## What people train, tiny
+
+The architecture flags of each family. The reference is Megatron's own model run on every sample
+alone and unpacked, in plain autograd, without hooks, schedule or parallelism
+(`tests/parity/alone.py`): loss and every gradient of the first step. Bar: 1e-9.
+""",
+    "features": """\
+## One property at a time
+
+Against the same reference. Bar: 1e-9.
+""",
     "experts": """\
 ## Experts and auxiliary losses, against the independent loop
 
@@ -112,13 +125,48 @@ def page(results: Results) -> str:
     return "\n".join(parts)
 
 
+def added(old: str, results: Results) -> str:
+    """The page with these rows in place of those of the same name, or after the table's others."""
+    for name, rows in results.items():
+        title = TABLES[name]
+        if title not in old:
+            following = [text for text in TABLES.values() if text in old]
+            later = list(TABLES.values())
+            place = next((t for t in following if later.index(t) > later.index(title)), None)
+            where = len(old) if place is None else old.index(place)
+            old = old[:where] + title + "\n" + table(rows) + "\n" + old[where:]
+            continue
+        start = old.index("| | ", old.index(title))
+        end = old.find("\n\n", start)
+        end = len(old) if end < 0 else end + 1
+        merged = dict(_read(old[start:end])) | {row: _texts(found) for row, found in rows}
+        old = old[:start] + table(list(merged.items())) + old[end:]
+    return old
+
+
+def _read(text: str) -> list[tuple[str, Found]]:
+    """The rows of a table as it was written."""
+    lines = [
+        [cell.replace("\\|", "|") for cell in re.split(r" ?(?<!\\)\| ?", line)[1:-1]]
+        for line in text.strip().splitlines()
+    ]
+    return [
+        (row[0], {c: v for c, v in zip(lines[0][1:], row[1:], strict=True) if v})
+        for row in lines[2:]
+    ]
+
+
+def _texts(found: Found) -> Found:
+    return {quantity: _shown(value).replace("\\|", "|") for quantity, value in found.items()}
+
+
 def table(rows: Sequence[tuple[str, Found]]) -> str:
     """One row per cell, one column per quantity; a blank where a cell has not measured it."""
     columns = list(dict.fromkeys(quantity for _, found in rows for quantity in found))
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, found in rows:
         values = [_shown(found.get(column, "")) for column in columns]
-        lines.append(f"| {name} | " + " | ".join(values) + " |")
+        lines.append(f"| {_shown(name)} | " + " | ".join(values) + " |")
     return "\n".join(lines) + "\n"
 
 

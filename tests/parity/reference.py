@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.parity.architecture import Architecture
-from tests.parity.reference_aux import Auxiliary, Partition
+from tests.parity.reference_aux import Auxiliary, Partition, frequencies_of
 from tests.parity.reference_model import Forward, forward
 from tests.parity.rollouts import Example
 
@@ -137,6 +137,8 @@ def train(
     optimizer = torch.optim.AdamW(_groups(parameters), betas=recipe.betas, eps=recipe.epsilon)
     consumed, records = 0, []
     biases = [torch.zeros(architecture.experts) for _ in range(architecture.num_layers)]
+    even = torch.full((architecture.experts,), architecture.topk / max(architecture.experts, 1))
+    frequencies = [even.double() for _ in range(architecture.num_layers)]
     for number, step in enumerate(steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate_at(consumed)
@@ -145,7 +147,9 @@ def train(
         forwards = [forward(parameters, e.tokens, architecture, biases) for e in step]
         means = step_means(forwards, step, recipe)
         partition = partitions[number] if partitions else None
-        terms = recipe.auxiliary.terms(forwards, step, partition, architecture)
+        terms = recipe.auxiliary.terms(forwards, step, partition, architecture, frequencies)
+        if architecture.experts:
+            frequencies = frequencies_of(forwards)
         # The log shows means over layers; the loss adds layers up.
         layers = {"mtp_1 loss": 1}
         extra = [c * v * layers.get(n, architecture.num_layers) for n, (c, v) in terms.items()]

@@ -27,11 +27,13 @@ class Routing:
         logits: [T, E].
         probabilities: [T, E], of all experts.
         chosen: bool [T, E].
+        likeliest: bool [T, E], the choice without bias: what balancing losses count.
     """
 
     logits: Tensor
     probabilities: Tensor
     chosen: Tensor
+    likeliest: Tensor
 
 
 @dataclass
@@ -161,8 +163,10 @@ def _experts(
         choice = ranked.topk(architecture.topk, -1).indices
         gates = scores.gather(-1, choice)
         gates = gates / gates.sum(-1, keepdim=True)
-    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, choice, True)
-    routings.append(Routing(logits, probabilities, chosen))
+    none = torch.zeros_like(logits, dtype=torch.bool)
+    likeliest = none.scatter(-1, logits.topk(architecture.topk, -1).indices, True)
+    chosen = none.scatter(-1, choice, True)
+    routings.append(Routing(logits, probabilities, chosen, likeliest))
     result = torch.zeros_like(stream)
     for expert in range(architecture.experts):
         token, place = (choice == expert).nonzero(as_tuple=True)

@@ -34,11 +34,17 @@ EXPERTS = Architecture(experts=4)
 KINDS: dict[str, tuple[Architecture, Auxiliary]] = {
     "z-loss": (EXPERTS, Auxiliary(z_loss=0.1)),
     "load balancing": (EXPERTS, Auxiliary(balance=1.0)),
+    "balance of the previous step": (
+        EXPERTS, Auxiliary(balance=1.0, balance_over="previous-step")
+    ),
+    "balance of the same step": (EXPERTS, Auxiliary(balance=1.0, balance_over="same-step")),
+    "balance of each sample": (EXPERTS, Auxiliary(sample_balance=1.0)),
     "expert bias": (
         dataclasses.replace(EXPERTS, router_score="sigmoid"),
         Auxiliary(z_loss=0.1, bias_rate=0.05),
     ),
     "MTP": (Architecture(mtp=True), Auxiliary(mtp=0.5)),
+    "MTP beside logits": (Architecture(mtp=True), Auxiliary(mtp=0.5)),
 }
 ONE, DP2, EP2, PP2 = Layout(), Layout(dp=2), Layout(dp=2, ep=2), Layout(pp=2)
 VPP2, CP2, EP2_PP2 = Layout(pp=2, vpp=2), Layout(cp=2), Layout(dp=2, ep=2, pp=2)
@@ -52,9 +58,15 @@ FAST: tuple[Choice, ...] = (
     ("z-loss", VPP2, False),
     ("load balancing", EP2_PP2, False),
     ("load balancing", CP2, True),
+    ("balance of the previous step", EP2, False),
+    ("balance of the same step", EP2_PP2, False),
+    ("balance of each sample", CP2, True),
+    ("balance of each sample", EP2, False),
     ("expert bias", EP2, False),
     ("MTP", VPP2, False),
     ("MTP", CP2, False),
+    ("MTP beside logits", DP2, False),
+    ("MTP beside logits", CP2, False),
 )
 REST: tuple[Choice, ...] = tuple(
     choice
@@ -62,7 +74,7 @@ REST: tuple[Choice, ...] = tuple(
     for layout in (ONE, DP2, EP2, PP2, VPP2, CP2, TP2, EP2_PP2)
     for per_token in (False, True)
     if (choice := (kind, layout, per_token)) not in FAST
-    and not (kind == "MTP" and (per_token or layout.ep > 1))
+    and not (kind.startswith("MTP") and (per_token or layout.ep > 1))
     and not (per_token and layout in (ONE, PP2, EP2_PP2))
 )
 
@@ -114,7 +126,6 @@ def run(
         **layout.flags(),
         "micro-batch-width": "variable",
         "calculate-per-token-loss": per_token,
-        # MTP takes its labels from those of the language model.
         "loss-head": "stock" if kind == "MTP" else "logits",
     }
     return run_cell(

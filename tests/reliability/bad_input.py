@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_dynbatch import errors, failpoints
 from megatron_dynbatch.cli.main import build_parser
 from megatron_dynbatch.hooks.arguments import imply
+from megatron_dynbatch.hooks.balance import StepBalance
 from megatron_dynbatch.hooks.horizon import check_unknown_total
 from megatron_dynbatch.hooks.loss import weighted_output
 from megatron_dynbatch.hooks.policy import batch_needed
@@ -241,6 +242,11 @@ def _other_options(path: Path) -> object:
     return cursor
 
 
+def _other_experts(path: Path) -> object:
+    saved = {"tokens": 4, "counts": [[4, 4], [8, 0]]}
+    return StepBalance(2, 4, 2, from_same_step=False, saved=saved)
+
+
 def _empty_tracker(path: Path) -> object:
     (path / TRACKER).touch()
     return mend_tracker(path)
@@ -298,6 +304,7 @@ RESUMES: dict[str, BadInput] = {
     "a cursor at a negative step": saved(step_index=-1),
     "a cursor that carries a sample twice": saved(batch_id=3, carried=[[1, 2], [1, 2]]),
     "a cursor that carries a sample of its own batch": saved(carried=[[0, 2]]),
+    "expert counts of another model": _other_experts,
     "another step size inside a batch": _other_options,
     "other steps inside a batch": _other_steps,
 }
@@ -430,5 +437,16 @@ SHOWN_ELSEWHERE = {
     ),
     "the forward step calls …, which learns": (
         "tests/hooks/test_first_batch.py::test_each_mistake_is_told_with_what_is_there"
+    ),
+    "--admit-unproven": (
+        "tests/hooks/test_arguments.py::test_wrong_command_lines_are_told_before_training"
+    ),
+    "the model is a": "tests/hooks/test_traits.py::test_another_model_class_is_refused",
+    "the model has a loss term": (
+        "tests/hooks/test_traits.py"
+        "::test_a_loss_term_that_no_hook_weights_is_refused_where_it_is_used"
+    ),
+    "--mtp-num-layers with": (
+        "tests/hooks/test_mtp_inputs.py::test_a_model_that_takes_no_mask_and_no_output_processor"
     ),
 }
