@@ -3,8 +3,9 @@
     KILLED_AT=FOLDER PLACE…   (in the environment; places as of `failpoints`, one for each attempt)
     torchrun --max-restarts N tests/reliability/killed_training.py [arguments of the script …]
 
-Attempt k is armed with place k, and the last attempts with none. Besides the package's own durable
-writes there are places in Megatron's: see `MEGATRONS`. FOLDER/killed-k is made when place k acts.
+The first attempt is armed with the first place that did not act yet, and so on; when all did, with
+none. Besides the package's own durable writes there are places in Megatron's: see `MEGATRONS`.
+FOLDER/killed-k is made when place k acts.
 """
 
 from __future__ import annotations
@@ -33,13 +34,12 @@ MEGATRONS = {
 def place_of_attempt() -> Failpoint | None:
     """What this attempt is armed with."""
     folder, *places = os.environ["KILLED_AT"].split(" ")
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if attempt >= len(places):
+    marks = [os.path.join(folder, f"killed-{k}") for k in range(len(places))]
+    left = [k for k, mark in enumerate(marks) if not os.path.exists(mark)]
+    if not left:
         return None
     failpoints.WRITES = {**failpoints.WRITES, **MEGATRONS}
-    return Failpoint.parse(
-        places[attempt].replace("_", " "), os.path.join(folder, f"killed-{attempt}")
-    )
+    return Failpoint.parse(places[left[0]].replace("_", " "), marks[left[0]])
 
 
 def _around(owner: Any, attribute: str, name: str) -> None:

@@ -21,6 +21,7 @@ from tests.parity.reference import Recipe
 from tests.parity.rollouts import CAPACITY, make_steps, write_batches
 from tests.pool import ROOT
 from tests.reliability.killed_training import MEGATRONS
+from tests.reliability.launcher import FORMS, torchrun
 from tests.reliability.writers_under_fire import BATCHES, SEED
 
 PER_STEP = 2
@@ -64,15 +65,17 @@ class Chain:
         ranks: Processes.
         is_async: Whether checkpoints are saved asynchronously.
         start: What is wrong when it begins: "" or a key of `MENDER`.
+        form: In which torchrun is called, one of `launcher.FORMS`.
     """
 
     places: tuple[str, ...]
     ranks: int = 1
     is_async: bool = False
     start: str = ""
+    form: str = "standalone"
 
     def __str__(self) -> str:
-        notes = [f"{self.ranks} ranks", *(["async"] if self.is_async else []), self.start]
+        notes = [f"{self.ranks} ranks", self.form, "async" if self.is_async else "", self.start]
         return f"{', '.join(filter(None, notes))}: {' '.join(self.places)}"
 
 
@@ -111,7 +114,10 @@ def chains(seed: int = 5) -> list[Chain]:
     kept = {name: MEGATRONS[name] for name in ("checkpoint", "tracker")}
     code = {name: at for name, at in MEGATRONS.items() if name not in kept}
     made += jobs(places(kept)) + jobs(places(kept), is_async=True)
-    made += jobs([f"{p}:{draw.randint(0, 1)}" for p in places(code, ("kill", "term"))], ranks=2)
+    own = [f"{place}:{draw.randint(0, 1)}" for place in places(code, ("kill", "term"))]
+    made += [
+        replace(job, form=FORMS[k % len(FORMS)]) for k, job in enumerate(jobs(own, ranks=2))
+    ]
     for start, names in MENDER.items():
         mending = jobs(places({name: WRITES[name] for name in names}), start=start)
         if start == "torn tracker":
@@ -138,55 +144,64 @@ def write_under_fire(path: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
 
 
-def run(rollouts: Path, folder: Path, chain: Chain, timeout: float = 280.0) -> None:
-    """A whole job, through real torchrun, in `folder`.
-
-    Raises:
-        AssertionError: It did not end well, or did not pass a place.
-    """
-    shutil.copytree(rollouts, folder / "rollouts")
-    ledger = folder / "ledger.jsonl"
-    if chain.start == "torn ledger":
-        ledger.write_text(_WHOLE_LINE + _TORN_LINE + _WHOLE_LINE)
-    if chain.start == "leftovers":
-        for _ in range(NUM_LEFTOVERS):
-            (folder / "rollouts" / hidden_name()).mkdir()
-    saved = folder / "checkpoints"
-    flags = {
+def run_flags(rollouts: Path, folder: Path) -> dict[str, object]:
+    """Options of a run of its own in a folder, the same at every start."""
+    return {
         "dynamic-global-batch": True,
-        "rollout-path": folder / "rollouts",
+        "rollout-path": rollouts,
         "rollouts-per-step": PER_STEP,
         "max-tokens-per-gpu": CAPACITY,
         "train-samples": TOTAL,
         "precision": "float32",
         "step-report": folder / "steps.jsonl",
-        "rollout-ledger": ledger,
-        "save": saved,
-        "load": saved,
+        "rollout-ledger": folder / "ledger.jsonl",
+        "save": folder / "checkpoints",
+        "load": folder / "checkpoints",
         "save-interval": SAVE_INTERVAL,
         "keep-batches": 0,
     }
+
+
+def prepare(rollouts: Path, folder: Path, chain: Chain) -> None:
+    """What a job finds in its folder when it begins."""
+    shutil.copytree(rollouts, folder / "rollouts")
+    if chain.start == "torn ledger":
+        (folder / "ledger.jsonl").write_text(_WHOLE_LINE + _TORN_LINE + _WHOLE_LINE)
+    if chain.start == "leftovers":
+        for _ in range(NUM_LEFTOVERS):
+            (folder / "rollouts" / hidden_name()).mkdir()
+
+
+def start(folder: Path, chain: Chain, *, restarts: int) -> int:
+    """Start a job in its folder, or start it again; returns torchrun's exit code."""
+    flags = run_flags(folder / "rollouts", folder)
     if chain.is_async:
         flags |= {"async-save": True, "use-persistent-ckpt-worker": True}
         flags |= {"async-strategy": "mcore"}
-    cell = Cell(chain.ranks, flags, Recipe(decay=TOTAL, warmup=4))
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    torchrun += ["--nproc-per-node", str(chain.ranks), "--max-restarts", str(len(chain.places))]
-    torchrun += ["--monitor-interval", "0.1"]
-    torchrun += ["--standalone", str(ROOT / "tests" / "reliability" / "killed_training.py")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "KILLED_AT": " ".join([str(folder), *chain.places]),
-    }
-    with open(folder / "log", "wb") as log:
-        done = subprocess.run(
-            [*torchrun, *cell.argv()],
-            cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=timeout,
-        )  # fmt: skip
-    tail = (folder / "log").read_text(errors="replace")[-6000:]
-    assert done.returncode == 0, f"{chain} ended with {done.returncode}:\n{tail}"
+    done = torchrun(
+        chain.form,
+        "--monitor-interval=0.1",
+        ROOT / "tests" / "reliability" / "killed_training.py",
+        *Cell(chain.ranks, flags, Recipe(decay=TOTAL, warmup=4)).argv(),
+        restarts=restarts,
+        ranks=chain.ranks,
+        environment={"KILLED_AT": " ".join([str(folder), *chain.places])},
+    )
+    with open(folder / "log", "a") as log:
+        log.write(done.stdout[-20_000:] + done.stderr)
+    return done.returncode
+
+
+def run(rollouts: Path, folder: Path, chain: Chain) -> None:
+    """A whole job, through real torchrun, in `folder`.
+
+    Raises:
+        AssertionError: It did not end well, or did not pass a place.
+    """
+    prepare(rollouts, folder, chain)
+    code = start(folder, chain, restarts=len(chain.places))
+    tail = (folder / "log").read_text()[-6000:]
+    assert code == 0, f"{chain} ended with {code}:\n{tail}"
     missed = [
         place for k, place in enumerate(chain.places) if not (folder / f"killed-{k}").exists()
     ]

@@ -84,8 +84,7 @@ def test_a_training_that_begins_anew_in_its_processes_goes_on_at_the_cursor(
         folder = tmp_path / f"fault-{fault}"
         folder.mkdir()
         # The other format writes from processes of its own, which take longer than all else.
-        saves = {"load": folder / "checkpoints", "ckpt-format": "torch"}
-        flags = {**run_flags(rollouts, folder), **saves}
+        flags = {**run_flags(rollouts, folder), "ckpt-format": "torch", "keep-batches": None}
         argv = Cell(2, flags, Recipe(decay=TOTAL, warmup=4)).argv()
         took = run_ranks(2, attempts, argv, folder, fault, process_group=False, timeout=250.0)
         assert took == [1 + bool(fault)] * 2

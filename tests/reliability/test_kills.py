@@ -27,8 +27,10 @@ from tests.reliability.kills import (
     Chain,
     Row,
     chains,
+    prepare,
     rows,
     run,
+    start,
     write_rollouts,
     write_under_fire,
 )
@@ -72,7 +74,7 @@ def jobs(
 
     under_fire = tmp_path_factory.mktemp("writers") / "rollouts"
     write_under_fire(under_fire)
-    whole = {Chain((), ranks) for ranks in {chain.ranks for chain in CASES}}
+    whole = {Chain((), 1), Chain((), 2)}
     with ThreadPoolExecutor(2) as pool:
         futures = {chain: pool.submit(job, rollouts, chain) for chain in [*whole, *CASES]}
         futures[WRITERS] = pool.submit(job, under_fire, WRITERS)
@@ -111,6 +113,19 @@ def test_a_killed_job_goes_on_as_if_nothing_had_been(
     folder = jobs[chain].result()
     check_like_uninterrupted(rows(folder), wanted)
     check_rollouts(folder, rollouts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_scheduler_that_starts_the_same_command_again(
+    jobs: dict[Chain, Future[Path]], rollouts: Path, tmp_path: Path
+) -> None:
+    """Without any restart by torchrun itself, and before and after the first checkpoint."""
+    chain = Chain(("forward:after:1:kill:1", "forward:after:9:kill:0"), ranks=2, form="static")
+    prepare(rollouts, tmp_path, chain)
+    assert [start(tmp_path, chain, restarts=0) != 0 for _ in range(3)] == [True, True, False]
+    check_like_uninterrupted(rows(tmp_path), rows(jobs[Chain((), 2)].result()))
+    check_rollouts(tmp_path, rollouts)
 
 
 @pytest.mark.slow
