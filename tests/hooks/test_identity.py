@@ -114,4 +114,5 @@ def test_the_ledger_of_a_moved_run_names_the_directory_and_the_same_batch(
         assert len(entries) == 3
         assert {e.source_id for e in entries} == {source.source_id()}
         assert {e.stamp for e in entries} == {source.content_stamp(1)}
-    assert not (folder / "other.jsonl").exists() and not (folder / "replaced.jsonl").exists()
+    for refused in ("other", "replaced"):
+        assert read_ledger(folder / f"{refused}.jsonl") == []

@@ -36,14 +36,15 @@ TOLERATED = ("slot-removal:before:1:enospc", "leftover-move:before:1:enospc",
 
 def places() -> list[str]:
     """All of a writer's, in an order in which each is passed: END comes last."""
-    names = [*(name for name in WRITER if name != "end"), *LEAVING, "end"]
+    first = ["directory", "marker", "marker-move", "notes"]
+    names = [*first, *(n for n in WRITER if n not in (*first, "end")), *LEAVING, "end"]
     return [
         place
         for name in names
         for at in WRITES[name]
         for action in ACTIONS
         if (action, at) != ("enospc", "after")
-        and (name, at, action) != ("marker-move", "after", "term")  # one marker is made, once
+        and (name not in ("marker-move", "notes") or (at, action) != ("after", "term"))  # made once
         for place in [
             *([DIES] if name.startswith("leftover") else []),  # somebody must have left something
             f"{name}:{at}:1:{action}",

@@ -101,7 +101,8 @@ def test_a_marker_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
     directory, seen = RolloutDirectory(tmp_path, open_timeout=60), list[str]()
     thread = threading.Thread(target=lambda: seen.append(directory.source_id()))
     thread.start()
-    files.replace_text(path, '{"format": "megatron-dynbatch rollouts", "version": 3, "id": "a"}')
+    text = '{"format": "megatron-dynbatch rollouts", "version": 3, "id": "a"}'
+    files.replace_text(path, text, "marker")
     thread.join()
     assert seen == ["a"]
 
