@@ -14,6 +14,7 @@ from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.plan import PlanError
 from megatron_dynbatch.plan.distributions import draw_lengths, draw_rollout_ids
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory, SampleIndex
+from megatron_dynbatch.rollouts.kept import first_kept
 
 _BATCH = re.compile(r"batch-(\d+)$")
 # Columns of a file of lengths; the first of each that is there counts.
@@ -42,12 +43,14 @@ def read_index(args: argparse.Namespace) -> SampleIndex:
     return SampleIndex(lengths, lengths, lengths, rollout_ids, absent)
 
 
-def _read_batch(directory: RolloutDirectory, batch: int) -> SampleIndex:
-    """A batch that is there, without waiting for one that is not."""
+def _read_batch(directory: RolloutDirectory, batch: int | None) -> SampleIndex:
+    """A batch that is there, the first that is kept by default; waits for none."""
     path = directory.path
     if not path.is_dir():
         what = "is a file" if path.exists() else "there is no such directory"
         raise OptionError(f"--rollouts {path}: {what}; give one that rollouts were written to")
+    if batch is None:
+        batch = first_kept(directory)
     if batch < 0:
         raise OptionError(f"--batch {batch}: batches are numbered from 0")
     state = directory.state(batch)
