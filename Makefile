@@ -58,8 +58,8 @@ MUTANTS ?= 24
 mutants-sample: $(INSTALLED)  ## MUTANTS=24 of them, chosen by the commit
 	$(BIN)/python -m tests.mutants --sample $(MUTANTS)
 
-kills: $(INSTALLED)  ## kill -9 at 20 random points of a training, and restarts
-	KILLS=full $(PYTEST) --timeout 1800 tests/reliability/test_kills.py
+kills: $(INSTALLED)  ## a training stopped at every durable write, in every way, and restarted (15 minutes)
+	KILLS=full $(PYTEST) --timeout 3600 -s tests/reliability/test_kills.py
 
 memory: $(INSTALLED)  ## 500 steps of varying shapes: resident memory and live tensors
 	MEMORY=full MALLOC_ARENA_MAX=1 $(PYTEST) -s tests/reliability/test_memory.py

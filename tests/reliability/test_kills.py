@@ -104,7 +104,7 @@ def check_rollouts(folder: Path, rollouts: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("chain", CASES, ids=str)
 def test_a_killed_job_goes_on_as_if_nothing_had_been(
     chain: Chain, jobs: dict[Chain, Future[Path]], rollouts: Path
@@ -116,7 +116,7 @@ def test_a_killed_job_goes_on_as_if_nothing_had_been(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_a_scheduler_that_starts_the_same_command_again(
     jobs: dict[Chain, Future[Path]], rollouts: Path, tmp_path: Path
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_scheduler_that_starts_the_same_command_again(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_writers_that_died_everywhere_feed_the_same_training(
     jobs: dict[Chain, Future[Path]], rollouts: Path
 ) -> None:
