@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatron_dynbatch.errors import BatchContractError, DynbatchError
 from megatron_dynbatch.hooks.session import Session, session
 from megatron_dynbatch.layout import MicroBatch
-from megatron_dynbatch.steps import Exchange
+from megatron_dynbatch.steps import Exchange, RankFailure
 
 _SUPPORTED = "scripts of GPT and hybrid decoder models are supported"
 _POLL_SECONDS = 0.2
@@ -63,6 +63,11 @@ def checking_first_batch(run: Session, model: Any) -> Iterator[None]:
         watch.end()
         if exchange.failure() is None:  # else another rank told of it first
             exchange.fail(error)
+        raise
+    except Exception as error:
+        # A collective whose peer has gone says nothing of why; the rank that ended has.
+        if (failure := exchange.failure()) is not None:
+            raise RankFailure(failure) from error
         raise
     finally:
         watch.end()

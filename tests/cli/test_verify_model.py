@@ -76,7 +76,8 @@ FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def test_faults_are_found_and_right_scripts_pass(rollouts: Path) -> None:
     cases = {fault: (OWN, (*VARIABLE, "--fault", fault, *flags))
              for fault, (flags, _) in FAULTS.items()}  # fmt: skip
-    cases["dropout"] = (OWN, (*VARIABLE, "--hidden-dropout", "0.1"))
+    admit = ("--admit-unproven", "dropout")
+    cases["dropout"] = (OWN, (*VARIABLE, "--hidden-dropout", "0.1", *admit))
     cases["right"] = (OWN, VARIABLE)
     cases["stock"] = (STOCK, ("--loss-reduction", "token"))
     (found,) = run_ranks(1, measure, cases, rollouts, timeout=400)

@@ -44,7 +44,7 @@ TINIEST = (
 ).split()
 TRAIN = (
     "--dynamic-global-batch --rollout-path rollouts --rollouts-per-step 4 --max-tokens-per-gpu 64 "
-    "--train-iters 5 --lr-decay-style linear"
+    "--train-iters 5 --lr-decay-style linear --no-bias-swiglu-fusion"
 ).split()
 
 

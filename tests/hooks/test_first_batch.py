@@ -137,4 +137,4 @@ def test_ranks_that_wait_for_the_one_that_failed_are_told(tmp_path: Path) -> Non
     assert done.returncode == 1
     told = "the forward step asks its batch for 'text_enc', which is not there; a batch has tokens"
     assert f"BatchContractError: {told}" in done.stderr
-    assert f"\nRankFailure: rank 0: BatchContractError: {told}" in "\n" + done.stderr
+    assert f"RankFailure: rank 0: BatchContractError: {told}" in done.stderr

@@ -124,7 +124,9 @@ def to_sample(example: Example) -> Sample:
         rollout_id=example.rollout,
         group_id=example.group,
         # A rollout's own advantage is one number where it is the same everywhere.
-        advantage=example.advantages if len(set(example.advantages)) > 1 else example.advantages[0],
+        advantage=example.advantages
+        if len(set(example.advantages)) != 1
+        else example.advantages[0],
         log_probs=example.log_probs,
         ref_log_probs=example.ref_log_probs,
     )

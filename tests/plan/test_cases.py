@@ -56,7 +56,7 @@ def test_rollout_that_loses_an_oversize_sample_is_averaged_over_the_rest() -> No
 
 
 def test_oversize_is_an_error_by_default_naming_sample_and_length() -> None:
-    with pytest.raises(PlanError, match=r"sample 1 \(rollout -1\) has 25.*max_tokens_per_gpu"):
+    with pytest.raises(PlanError, match=r"sample 1 \(rollout -1\) has 25.*--max-tokens-per-gpu"):
         plan_lengths([2, 25, 3, 3], 10)
 
 

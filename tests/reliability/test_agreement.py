@@ -225,7 +225,7 @@ def test_every_rank_names_the_field_and_the_ranks(
 
 def miss(root: Path, missing: int) -> tuple[str, str]:
     """One rank comes too late; what the others print and raise."""
-    from megatron_dynbatch.steps import exchange as module
+    from megatron_dynbatch.steps import waiting as module
 
     module._PROGRESS_SECONDS = 0.4
     rank = dist.get_rank()

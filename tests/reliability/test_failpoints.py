@@ -26,8 +26,11 @@ PACKAGE = ROOT / "megatron_dynbatch"
 FILES = PACKAGE / "rollouts" / "files.py"
 
 # What is no state of a run: pages and files that a command was asked for, a compiler's cache, the
-# report (a line more or less of it changes nothing), and the failpoints' own trace.
-NO_STATE = ("cli/", "cpu/", "reduce/build.py", "report/step_report.py", "failpoints.py")
+# report and logs (a line more or less changes nothing), and the failpoints' own trace.
+NO_STATE = (
+    "cli/", "cpu/", "reduce/build.py", "report/step_report.py", "report/identity.py", "quiet.py",
+    "failpoints.py",
+)  # fmt: skip
 
 WRITING_FUNCTIONS = {
     *(f"os.{name}" for name in (

@@ -27,7 +27,7 @@ MILLION = 1_000_000
 
 def example(tokens: tuple[int, ...], mask: tuple[int, ...], rollout: int) -> Example:
     zeros = (0.0,) * len(mask)
-    return Example(tokens, mask, rollout, rollout, 1.0, zeros, zeros)
+    return Example(tokens, mask, rollout, rollout, (1.0,) * len(mask), zeros, zeros)
 
 
 def test_empty_batches_and_single_tokens_in_a_training(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from megatron_dynbatch.rollouts import (
 )
 from megatron_dynbatch.rollouts.content import are_comparable, content_of_samples
 from megatron_dynbatch.rollouts.manifest import read_manifest, write_manifest
+from tests.rollouts.forging import PLAIN
 from tests.rollouts.helpers import random_samples
 
 ID_FIELDS = ("rollout_id", "group_id", "policy_version")
@@ -189,7 +190,7 @@ def test_stamps_of_other_kinds_are_not_compared() -> None:
 def rewrite(part: Path, change: Any) -> None:
     """The same file with another table, and a manifest that fits."""
     stamp, table = pq.read_metadata(part).metadata, change(pq.read_table(part))
-    with pq.ParquetWriter(part, table.schema, store_schema=False) as writer:
+    with pq.ParquetWriter(part, table.schema, store_schema=False, **PLAIN) as writer:
         writer.write_table(table)
         writer.add_key_value_metadata(stamp)
     write_manifest(part.parent, read_manifest(part.parent).stamp)
