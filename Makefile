@@ -50,7 +50,7 @@ mutants: $(INSTALLED)  ## plant every small fault; the fast tests must notice 95
 
 MUTANTS ?= 24
 
-mutants-sample: $(INSTALLED)  ## MUTANTS=24 of them, chosen by the commit; the CI runs it
+mutants-sample: $(INSTALLED)  ## MUTANTS=24 of them, chosen by the commit; fails on survivors not on the page
 	$(BIN)/python -m tests.mutants --sample $(MUTANTS)
 
 kills: $(INSTALLED)  ## kill -9 at 20 random points of a training, and restarts
