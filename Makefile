@@ -8,6 +8,8 @@ PYTHON3 ?= python3
 EXTRAS := megatron,demo,plot,ray,completion,docs,test
 INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
+# Two files at a time: most tests start processes of their own, and wait for them.
+PARALLEL := -n 2 --dist loadfile
 
 export OMP_NUM_THREADS ?= 1
 
@@ -24,10 +26,10 @@ help:
 install: $(INSTALLED)  ## make .venv with the package and all that tests and demo need
 
 test: lint $(OTHER_MEGATRONS)  ## lint, types and the tests, but the slow ones (ten minutes)
-	$(PYTEST) -m "not slow" tests
+	$(PYTEST) $(PARALLEL) -m "not slow" tests
 
 test-slow: $(OTHER_MEGATRONS)  ## what test leaves out: other Megatron versions and plugins, experts, long runs
-	$(PYTEST) -m slow tests
+	$(PYTEST) $(PARALLEL) -m slow tests
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -55,7 +57,7 @@ mutants: $(INSTALLED)  ## plant every small fault; the fast tests must notice 95
 
 MUTANTS ?= 24
 
-mutants-sample: $(INSTALLED)  ## MUTANTS=24 of them, chosen by the commit
+mutants-sample: $(INSTALLED)  ## MUTANTS=24 of them, chosen by the commit; fails on survivors not on the page
 	$(BIN)/python -m tests.mutants --sample $(MUTANTS)
 
 kills: $(INSTALLED)  ## a training stopped at every durable write, in every way, and restarted (15 minutes)

@@ -155,6 +155,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_step_of_single_samples_shows_nothing(tmp_path: Path) -> None:
     """The command under torchrun; its exit code says that no packing was tested."""
     samples = [Sample([1] * 40, response_length=20), Sample([2] * 30, response_length=20)]

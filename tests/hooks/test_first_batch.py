@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron_dynbatch.errors import BatchContractError
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 from tests.cpu.training import SCRIPT, TINY, train
@@ -124,6 +126,7 @@ def test_each_mistake_is_told_with_what_is_there(tmp_path: Path) -> None:
     shown("the forward step calls …, which learns", found["no positions"])
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_the_one_that_failed_are_told(tmp_path: Path) -> None:
     """Only the first tensor-parallel rank reads the batch; the other waits in a broadcast."""
     script = write_script(tmp_path / "script.py", MISTAKES["a key of T5"][0])

@@ -101,3 +101,9 @@ def test_a_loss_that_returns_no_scalar_is_named() -> None:
     with pytest.raises(ValueError, match=r"not a tensor of shape \(1, 20\)") as raised:
         _scaled_loss(run(), micro_batch, lambda output: (output, {}), x)
     shown("the loss function must return one scalar", str(raised.value))
+
+
+def test_a_sum_of_shape_one_is_handed_on_as_a_scalar() -> None:
+    micro_batch, x = golden()
+    loss, _, _ = _scaled_loss(run(), micro_batch, lambda output: (output.sum()[None], {}), x)
+    assert loss.dim() == 0 and loss.item() == pytest.approx(3.0)

@@ -120,7 +120,7 @@ def live(path: Path) -> None:
         ledger.append(entry)
 
 
-@pytest.mark.parametrize("action", ["kill", "enospc"])
+@pytest.mark.parametrize("action", ["kill", pytest.param("enospc", marks=pytest.mark.slow)])
 def test_a_run_stopped_at_any_write_of_its_ledger_goes_on(path: Path, action: str) -> None:
     names = [name for name in WRITES if name.startswith("ledger")]
     where = [f"{name}:{at}:1:{action}" for name in names for at in WRITES[name]]
