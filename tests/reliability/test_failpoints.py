@@ -110,7 +110,7 @@ def test_every_write_names_a_failpoint_and_every_failpoint_is_passed() -> None:
 NEVER_IN_THE_WAY = ("slot-removal", "deletion", "leftover")
 
 # Of a directory there is one; everything else is written again and again.
-ONCE = ("directory", "marker", "marker-move", "end")
+ONCE = ("directory", "marker", "marker-move", "notes", "end")
 WRITER = [name for name in WRITES if not name.startswith(("ledger", "tracker"))]
 ALL = [f"{name}:{at}:1" for name in WRITER for at in WRITES[name]]
 # After the content of one thing comes the next; only an entry can be seen by others then.
