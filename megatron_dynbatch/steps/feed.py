@@ -12,12 +12,11 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from megatron_dynbatch.errors import DynbatchError
 from megatron_dynbatch.output import progress
-from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions
+from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.plan.handshake import publish_layout
 from megatron_dynbatch.rollouts import RolloutSource, Sample
 from megatron_dynbatch.rollouts.flow import publish_progress
@@ -25,9 +24,9 @@ from megatron_dynbatch.steps.agreement import (
     batch_facts,
     sample_digests,
     setting_facts,
-    steps_digest,
 )
 from megatron_dynbatch.steps.announce import Announcer, Staleness, rows_by_batch
+from megatron_dynbatch.steps.announced import announced_batch, cursor_after
 from megatron_dynbatch.steps.cursor import STEP_OPTIONS, Cursor
 from megatron_dynbatch.steps.empty_batches import MOST_IN_A_ROW, EmptyBatches
 from megatron_dynbatch.steps.exchange import Exchange
@@ -235,14 +234,14 @@ class StepFeed:
         if step.step_index + 1 < len(batch.plan.steps):
             self._make_step(batch, step.step_index + 1).pack_ahead(self._packer)
         if self._prefetch is None:
-            self._prefetch = self._prepare(_cursor_after(self.cursor, batch))
+            self._prefetch = self._prepare(cursor_after(self.cursor, batch))
 
     def _close_batch(self, batch: OpenBatch) -> None:
         if self.ledger is not None:
             with self.exchange.failing():
                 entry = closing_entry(batch.plan, batch.origins, self.source, self.cursor)
                 self.ledger.append(entry)
-        self.cursor = _cursor_after(self.cursor, batch)
+        self.cursor = cursor_after(self.cursor, batch)
         self._batch = None
 
     def _next_batch(self) -> bool:
@@ -354,19 +353,10 @@ class StepFeed:
         return Prefetch(cursor.batch_id, prepare)
 
     def _read_batch(self, cursor: Cursor, message: dict[str, Any]) -> OpenBatch:
-        batch = OpenBatch(cursor.batch_id, message, None, [], {}, {}, cursor.step_index)
-        batch.dropped_rollouts = message.get("dropped_rollouts", 0)
-        batch.fingerprint = message["kind"]
-        if message["kind"] != "plan":
+        batch = announced_batch(cursor, message)
+        plan = batch.plan
+        if plan is None:
             return batch
-        plan = batch.plan = Plan.from_json(message["plan"])
-        batch.origins = [(int(b), int(row)) for b, row in message["origins"]]
-        # All that the boundary needs is known now, so that it does not take long.
-        batch.carried = tuple(batch.origins[row] for row in plan.carried)
-        rollouts = plan.index.rollout_indices[list(plan.dropped)]
-        batch.dropped_rollouts += int(np.unique(rollouts).size)
-        batch.steps_digest = steps_digest(plan, batch.origins)
-        batch.fingerprint = plan.fingerprint
         batch.stamps = [self.source.stamp(b) for b in sorted(rows_by_batch(batch.origins))]
         rows = rows_of_rank(plan, self.dp_rank, cursor.step_index)
         batch.samples = (
@@ -376,10 +366,10 @@ class StepFeed:
         )
         if not self.lengths_only:
             has_all = self.fields is None
-            batch.digests = sample_digests(batch.plan, batch.samples, all_fields=has_all)
+            batch.digests = sample_digests(plan, batch.samples, all_fields=has_all)
         if self.staleness.policy == "train" and message["stale_rollouts"]:
             check_log_probs(batch, self.fields)
-        if cursor.step_index < len(batch.plan.steps):
+        if cursor.step_index < len(plan.steps):
             self._make_step(batch, cursor.step_index).pack_ahead(self._packer)
         return batch
 
@@ -402,12 +392,6 @@ class StepFeed:
 
     def _step_options(self) -> dict[str, Any]:
         return {name: getattr(self.options, name) for name in STEP_OPTIONS}
-
-
-def _cursor_after(cursor: Cursor, batch: OpenBatch) -> Cursor:
-    """The cursor at the start of the batch that follows."""
-    stale = batch.message["stale_rollouts"]
-    return cursor.after_batch(batch.carried, batch.dropped_rollouts, stale)
 
 
 def _tolerant(publish: Callable[[], None]) -> None:
