@@ -1,6 +1,7 @@
 """Stopped at any durable write, however, a job goes on by itself as if nothing had been.
 
-`make kills` runs every place; else a third of the jobs, chosen by the commit and printed.
+`make kills` runs every place; else a third of the jobs, chosen by the commit (or KILLS_PART=0 to 2)
+and printed.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def part() -> int | None:
     """Which part of the jobs this commit runs; None: all."""
     if os.environ.get("KILLS") == "full":
         return None
+    if "KILLS_PART" in os.environ:
+        return int(os.environ["KILLS_PART"])
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return int(head.stdout.strip() or "0", 16) % PARTS
 
