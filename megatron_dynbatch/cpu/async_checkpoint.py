@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints on a CPU: the process that writes them must know it has no GPU."""
+"""Asynchronous checkpoints on a CPU: a copy is written, by a process that knows it has no GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,22 @@ from megatron_dynbatch.cpu.swap import swap
 def install_async_checkpoints() -> None:
     """Let Megatron's writer process (`--async-save --async-strategy mcore`) run without a GPU."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     swap(PersistentAsyncCaller, "async_loop", staticmethod(_loop_on_cpu))
+    swap(FileSystemWriterAsync, "preload_tensors", staticmethod(_copied))
+
+
+def _copied(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
+    """What Megatron's function returns, each tensor copied.
+
+    Moving a tensor from a GPU copies it; one that is on the CPU already would stay the weights
+    themselves, which the next step changes while they are written.
+    """
+    return [
+        (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+        for file, key, (data, tensors) in write_buckets
+    ]
 
 
 def _loop_on_cpu(*args: Any) -> None:
