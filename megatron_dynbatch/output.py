@@ -1,4 +1,4 @@
-"""Lines for whoever watches the run."""
+"""The one way to say something to whoever watches a run."""
 
 
 def progress(line: str) -> None:

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from megatron_dynbatch.output import progress
+
 FOLDER = "megatron-log"
 # Their start-up lines; other packages and the script itself are shown.
 _SIEVED = re.compile(r"(megatron|torch|transformer_engine|apex)(\.|$)")
@@ -66,7 +68,7 @@ def start(arguments: Sequence[str], folder: str | None = None) -> Path | None:
     sys.stderr = Sieve(sys.stderr, _log)
     if rank == "0":
         others = "" if os.environ.get("WORLD_SIZE", "1") == "1" else " (a file per rank)"
-        tell(f"Megatron's own lines: {path}{others}; --verbose shows them here")
+        progress(f"Megatron's own lines: {path}{others}; --verbose shows them here")
     return path
 
 
@@ -85,11 +87,6 @@ def stop() -> None:
     if _log is not None:
         _log.close()
     _log = None
-
-
-def tell(line: str) -> None:
-    """Print a line of the plugin's own, at once."""
-    print(f"[megatron_dynbatch] {line}", flush=True)
 
 
 def log_folder(arguments: Sequence[str]) -> Path:

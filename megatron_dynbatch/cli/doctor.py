@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_dynbatch.cli.console import styled
 from megatron_dynbatch.cli.environment import Check, environment
+from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory
 
 DESCRIPTION = """\
@@ -133,8 +134,7 @@ def seams() -> list[Check]:
 def command_line(arguments: Sequence[str]) -> list[Check]:
     """What would be refused with these arguments; options of the script itself are passed over."""
     from megatron_dynbatch.hooks import SiteError, install
-    from megatron_dynbatch.hooks.refusals import refusals
-    from megatron_dynbatch.hooks.traits import traits_of, unproven
+    from megatron_dynbatch.hooks.admission import refused
 
     try:
         install()
@@ -144,16 +144,35 @@ def command_line(arguments: Sequence[str]) -> list[Check]:
     if not args.dynamic_global_batch:
         return [Check("--dynamic-global-batch", "not given: the plugin changes nothing")]
     path = rollout_path(args.rollout_path, getattr(args, "wait_for_path", False))
-    reasons = refusals(args) + unproven(args)
-    proved = [
-        Check(trait.name, f"{trait.kind}; docs/parity.md: {trait.row[1]}")
-        for trait in traits_of(args)
-        if trait.row is not None
-    ]
-    if not reasons:
-        return [Check("--dynamic-global-batch", "nothing is refused"), *proved, path]
-    refused = [Check(reason.partition(":")[0], "refused", reason) for reason in reasons]
-    return [*proved, *refused, path]
+    try:
+        sentences = refused(args)
+    except OptionError as error:
+        return [Check("arguments", "not accepted", str(error))]
+    problems = [Check(sentence.partition(":")[0], "refused", sentence) for sentence in sentences]
+    nothing = [] if problems else [Check("--dynamic-global-batch", "nothing is refused")]
+    return [*nothing, *_traits(args), *problems, path]
+
+
+def _traits(args: argparse.Namespace) -> list[Check]:
+    """What the arguments have of the table of traits, and what proves it; then pairs."""
+    from megatron_dynbatch.hooks.admission import Verdict, shown, verdicts
+    from megatron_dynbatch.hooks.traits import BY_NAME, LATER
+
+    single: list[Check] = []
+    pairs: list[Verdict] = []
+    for verdict in verdicts(args):
+        trait = BY_NAME.get(verdict.name)
+        if trait is None:
+            pairs.append(verdict)
+            continue
+        proof = verdict.row or "no row"
+        since = f"; megatron-core {shown(trait.since)} and newer" if verdict.row else ""
+        single.append(Check(trait.name, f"{trait.kind}; {proof}{since}"))
+    proved = sum(bool(pair.row) for pair in pairs)
+    later = [Check(t.name, f"{t.kind}; looked at in the first step: {t.flag}") for t in LATER]
+    unproven = [Check(pair.name, f"pair; {pair.caveat}") for pair in pairs if not pair.row]
+    counted = Check("pairs", f"{proved} of {len(pairs)} have a row in docs/parity.md")
+    return [*single, *later, counted, *unproven]
 
 
 def rollout_path(text: str, may_come: bool = False) -> Check:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dynbatch.errors import OptionError
+from megatron_dynbatch.hooks.admission import refused, warn_of_packing
 from megatron_dynbatch.hooks.horizon import check_unknown_total, imply_unknown_total
-from megatron_dynbatch.hooks.refusals import refusals
+from megatron_dynbatch.hooks.loss_terms import guard_scaled_terms
 from megatron_dynbatch.hooks.tracker import mend_tracker
-from megatron_dynbatch.hooks.traits import guard_scaled_terms, unproven
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.plan.flags import TRAINING_FLAGS, options_as_typed
 from megatron_dynbatch.plan.options import (
@@ -121,8 +121,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "pass that costs about a third of the step's time. The last two make it independent of the "
         "packing (default: micro-batch).")
     add("--admit-unproven", nargs="+", action="extend", metavar="TRAIT",
-        help="Train with these properties of the model although no parity test proves them; a "
-        "refusal names them.")
+        help="Train with these properties, or pairs of them (A+B), although no parity test proves "
+        "them; a refusal names them.")
     add("--step-report", metavar="FILE", help="JSONL file that gets one line per step.")
     add("--step-progress", choices=PROGRESS, default="auto",
         help="How rank 0 shows the step of the batch and the micro-batch of the step that run: "
@@ -230,7 +230,7 @@ def settle_args(args: argparse.Namespace) -> None:
     Raises:
         OptionError: One line per combination that is refused, or the option that is wrong.
     """
-    reasons = refusals(args) + unproven(args)
+    reasons = refused(args)
     if reasons:
         raise OptionError(
             "--dynamic-global-batch cannot be used like this:\n"
@@ -250,6 +250,7 @@ def settle_args(args: argparse.Namespace) -> None:
     if args.load:
         mend_tracker(Path(args.load))
     guard_scaled_terms()
+    warn_of_packing(args)
     if args.micro_batch_width == "variable":
         args.variable_seq_lengths = True
 

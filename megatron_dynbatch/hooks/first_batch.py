@@ -26,7 +26,8 @@ from megatron_dynbatch.hooks.session import Session, session
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.steps import Exchange, RankFailure
 
-_SUPPORTED = "scripts of GPT and hybrid decoder models are supported"
+# Hybrid ones read the same batches; their model has a refusal of its own, `hybrid-layers`.
+_SUPPORTED = "batches are those of GPT and hybrid decoder models"
 _POLL_SECONDS = 0.2
 # How long a rank that has heard of the fault may take to raise it by itself.
 _GRACE_SECONDS = 3.0
@@ -208,7 +209,8 @@ class _Watch:
             failure = self._exchange.failure()
             if failure is None:
                 continue
+            # At once: the launcher ends this process when the one that failed has exited.
+            print(f"RankFailure: {failure}", file=sys.stderr, flush=True)
             if self._ended.wait(_GRACE_SECONDS):
                 return
-            print(f"RankFailure: {failure}", file=sys.stderr, flush=True)
             os._exit(1)

@@ -21,6 +21,7 @@ from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.output import progress
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutSource
 from megatron_dynbatch.steps import Cursor
+from megatron_dynbatch.wording import counted
 
 # Rollouts that no run trains: Megatron wants a number where the total is not known.
 UNBOUNDED = 10**12
@@ -130,6 +131,7 @@ class HorizonWarning:
             return
         self._is_done = True
         self._say(
-            f"warning: the LR schedule is {horizon} rollouts long, but {rollouts} {what}; set "
-            "--lr-decay-samples (with --train-iters: --lr-decay-iters) if that is not meant"
+            f"warning: the LR schedule is {counted(horizon, 'rollout')} long, but "
+            f"{rollouts:,} {what}; set --lr-decay-samples (with --train-iters: "
+            "--lr-decay-iters) if that is not meant"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 
 from megatron_dynbatch.errors import MissingPackage
-from megatron_dynbatch.hooks.refusals import core_version
 from megatron_dynbatch.hooks.registry import SEAMS, SITES, TESTED_VERSIONS
 from megatron_dynbatch.hooks.seams import (
     Seam,
@@ -22,6 +21,7 @@ from megatron_dynbatch.hooks.sites import (
     sites_out_of_place,
     uninstall_sites,
 )
+from megatron_dynbatch.hooks.version import core_version
 
 _installed = False
 

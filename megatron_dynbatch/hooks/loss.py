@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from megatron_dynbatch.errors import LossFunctionError
+from megatron_dynbatch.hooks.admission import check_model
 from megatron_dynbatch.hooks.aux_loss import begin_schedule, watch_backward
 from megatron_dynbatch.hooks.balance import begin_balance
 from megatron_dynbatch.hooks.first_batch import checking_first_batch, naming_missing_keys
 from megatron_dynbatch.hooks.non_finite import naming_non_finite
 from megatron_dynbatch.hooks.report import reduced_reports
 from megatron_dynbatch.hooks.session import Session, session
-from megatron_dynbatch.hooks.traits import check_model
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.losses.scaling import megatron_loss
 from megatron_dynbatch.report import Metric

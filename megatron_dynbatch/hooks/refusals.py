@@ -1,96 +1,26 @@
-"""What the plugin refuses at start-up, one sentence each.
+"""The entries of the table of traits that cannot work, so that nothing admits them, and pairs.
 
-A line leaves this list when a parity test proves the combination.
+They are a file of their own for their number; `traits.TRAITS` has them, and one mechanism refuses.
 """
 
 from __future__ import annotations
 
 import argparse
 
-# Megatron's router takes a padding mask that it understands from here on.
-AUX_LOSSES_SINCE = (0, 19)
+from megatron_dynbatch.hooks.trait import (
+    Pair,
+    Test,
+    Trait,
+    above_one,
+    balancing,
+    both,
+    equals,
+    given,
+    on,
+    routes_by,
+)
 
-
-def core_version() -> tuple[int, int]:
-    """(major, minor) of the installed megatron-core."""
-    from megatron.core.package_info import MAJOR, MINOR
-
-    return MAJOR, MINOR
-
-
-def refusals(args: argparse.Namespace) -> list[str]:
-    """The reasons why these validated arguments cannot train with dynamic global batches."""
-
-    def on(name: str) -> bool:
-        return bool(getattr(args, name, False))
-
-    pipeline = args.pipeline_model_parallel_size > 1
-    graphs = str(getattr(args, "cuda_graph_impl", "none"))
-    scopes = str(getattr(args, "cuda_graph_scope", ""))
-    balancing = getattr(args, "moe_router_load_balancing_type", "none")
-    balancing = set([balancing] if isinstance(balancing, str) else balancing)
-    on_gpu_without_attention = args.transformer_impl == "local" and not on_cpu()
-    refused = [
-        ("full_iteration" in graphs + scopes,
-         "full-iteration CUDA graphs: they replay stale buffers when the number of micro-batches "
-         "changes"),
-        (pipeline and (graphs == "transformer_engine" or on("external_cuda_graph")),
-         "TransformerEngine CUDA graphs with pipeline parallelism: they are captured for one "
-         "number of micro-batches"),
-        (on("perform_rl_step"), "--perform-rl-step: it has its own data and batch sizes"),
-        (on("sequence_packing_scheduler"),
-         "--sequence-packing-scheduler: it also changes the number of micro-batches"),
-        (on("hybrid_context_parallel"),
-         "--hybrid-context-parallel: it also changes the number of micro-batches"),
-        (on("rampup_batch_size"), "--rampup-batch-size: step sizes come from the rollouts"),
-        (on("step_batch_size_schedule"),
-         "--step-batch-size-schedule: step sizes come from the rollouts"),
-        ((on("num_experts") or on("mtp_num_layers")) and core_version() < AUX_LOSSES_SINCE,
-         "--num-experts and --mtp-num-layers before megatron-core 0.19: auxiliary losses are "
-         "weighted per micro-batch from that version on"),
-        (on("mtp_num_layers") and args.calculate_per_token_loss,
-         "--mtp-num-layers with --calculate-per-token-loss: Megatron scales the MTP loss by a "
-         "number of tokens that may be 0"),
-        ((getattr(args, "mtp_num_layers", 0) or 0) > 1,
-         "--mtp-num-layers above 1: the depths have different token counts but one loss scale"),
-        (on("num_experts") and balancing & {"sinkhorn", "quantile_balancing"},
-         "--moe-router-load-balancing-type sinkhorn or quantile_balancing: they route padding too"),
-        (on("num_experts") and getattr(args, "moe_expert_capacity_factor", None) is not None,
-         "--moe-expert-capacity-factor: which tokens are dropped would depend on the packing"),
-        (on("num_experts") and args.moe_balance != "micro-batch" and balancing
-         & {"aux_loss", "global_aux_loss"} != {"aux_loss"},
-         f"--moe-balance {args.moe_balance}: it changes aux_loss only; give "
-         "--moe-router-load-balancing-type aux_loss"),
-        (args.moe_balance == "same-step" and on("overlap_param_gather"),
-         "--moe-balance same-step with --overlap-param-gather: parameters are gathered by the "
-         "first forward pass, which is another one here; take previous-step"),
-        (on("overlap_moe_expert_parallel_comm"),
-         "--overlap-moe-expert-parallel-comm: stock scripts drop the packed-sequence parameters "
-         "under it"),
-        (max(getattr(args, "gtp_weight_remat_size", 1) or 1,
-             getattr(args, "expert_gtp_weight_remat_size", 1) or 1) > 1,
-         "--tensor-parallel-num-weight-shards: its extra data-parallel axis is not planned for"),
-        (on("use_megatron_fsdp") or on("use_custom_fsdp"),
-         "--use-megatron-fsdp: gradient scaling is not proved under it"),
-        (on("use_torch_fsdp2"), "--use-torch-fsdp2: gradient scaling is not proved under it"),
-        (on("phase_transition_iterations"),
-         "--phase-transition-iterations: it counts samples as iterations × batch size"),
-        (getattr(args, "override_ckpt_iteration", None) is not None,
-         "--override-ckpt-iteration: it counts samples as iterations × batch size"),
-        (args.rollouts_per_step == "batch" and args.eval_iters
-         and getattr(args, "eval_global_batch_size", None) is None,
-         "--rollouts-per-step batch with --eval-iters: this Megatron takes the evaluation batch "
-         "size from --global-batch-size; set --eval-iters 0"),
-        (on("multi_latent_attention") and args.transformer_impl == "local"
-         and args.tensor_model_parallel_size > 1,
-         "--multi-latent-attention with --transformer-impl local and --tensor-model-parallel-size "
-         "above 1: Megatron's local layers lose a part of the gradient of the keys' positions; use "
-         "transformer_engine"),
-        (on_gpu_without_attention,
-         "--transformer-impl local on a GPU: its attention knows no packed sequences; use "
-         "transformer_engine"),
-    ]
-    return [reason for applies, reason in refused if applies]
+_PIPELINE = above_one("pipeline_model_parallel_size")
 
 
 def on_cpu() -> bool:
@@ -98,3 +28,101 @@ def on_cpu() -> bool:
     import torch
 
     return torch.empty(0, device="cuda").device.type == "cpu" if torch.cuda.is_available() else True
+
+
+def _full_iteration_graphs(args: argparse.Namespace) -> bool:
+    names = ("cuda_graph_impl", "cuda_graph_scope")
+    return any("full_iteration" in str(getattr(args, name, "")) for name in names)
+
+
+def _graphs_of_stages(args: argparse.Namespace) -> bool:
+    graphs = str(getattr(args, "cuda_graph_impl", "none")) == "transformer_engine"
+    return _PIPELINE(args) and (graphs or on("external_cuda_graph")(args))
+
+
+def _drops_tokens(args: argparse.Namespace) -> bool:
+    return on("num_experts")(args) and given("moe_expert_capacity_factor")(args)
+
+
+def _balances_nothing(args: argparse.Namespace) -> bool:
+    kinds = {kind for kind, _ in balancing(args)}
+    is_changed = getattr(args, "moe_balance", "micro-batch") != "micro-batch"
+    return bool(kinds) and is_changed and kinds & {"aux_loss", "global_aux_loss"} != {"aux_loss"}
+
+
+def _evaluates_without_size(args: argparse.Namespace) -> bool:
+    evaluates = equals("rollouts_per_step", "batch")(args) and on("eval_iters")(args)
+    return evaluates and not given("eval_global_batch_size")(args)
+
+
+def _local_on_gpu(args: argparse.Namespace) -> bool:
+    return equals("transformer_impl", "local")(args) and not on_cpu()
+
+
+_LOCAL_TP = both(equals("transformer_impl", "local"), above_one("tensor_model_parallel_size"))
+
+_ENTRIES: tuple[tuple[str, str, Test, str], ...] = (
+    ("full-iteration-graphs", "full-iteration CUDA graphs", _full_iteration_graphs,
+     "they replay stale buffers when the number of micro-batches changes"),
+    ("graphs-of-stages", "TransformerEngine CUDA graphs with pipeline parallelism",
+     _graphs_of_stages, "they are captured for one number of micro-batches"),
+    ("rl-loop", "--perform-rl-step", on("perform_rl_step"),
+     "it has its own data and batch sizes"),
+    ("packing-scheduler", "--sequence-packing-scheduler", on("sequence_packing_scheduler"),
+     "it also changes the number of micro-batches"),
+    ("hybrid-context-parallel", "--hybrid-context-parallel", on("hybrid_context_parallel"),
+     "it also changes the number of micro-batches"),
+    ("batch-ramp", "--rampup-batch-size", on("rampup_batch_size"),
+     "step sizes come from the rollouts"),
+    ("batch-schedule", "--step-batch-size-schedule", on("step_batch_size_schedule"),
+     "step sizes come from the rollouts"),
+    ("mtp-depths", "--mtp-num-layers above 1", above_one("mtp_num_layers"),
+     "the depths have different token counts but one loss scale"),
+    ("routes-padding", "--moe-router-load-balancing-type sinkhorn or quantile_balancing",
+     routes_by("sinkhorn", "quantile_balancing"), "they route padding too"),
+    ("expert-capacity", "--moe-expert-capacity-factor", _drops_tokens,
+     "which tokens are dropped would depend on the packing"),
+    ("balance-of-nothing", "--moe-balance previous-step or same-step", _balances_nothing,
+     "it changes aux_loss only; give --moe-router-load-balancing-type aux_loss"),
+    ("overlapped-experts", "--overlap-moe-expert-parallel-comm",
+     on("overlap_moe_expert_parallel_comm"),
+     "stock scripts drop the packed-sequence parameters under it"),
+    ("weight-shards", "--tensor-parallel-num-weight-shards",
+     above_one("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+     "its extra data-parallel axis is not planned for"),
+    ("megatron-fsdp", "--use-megatron-fsdp", on("use_megatron_fsdp", "use_custom_fsdp"),
+     "gradient scaling is not proved under it"),
+    ("torch-fsdp", "--use-torch-fsdp2", on("use_torch_fsdp2"),
+     "gradient scaling is not proved under it"),
+    ("phase-transitions", "--phase-transition-iterations", on("phase_transition_iterations"),
+     "it counts samples as iterations × batch size"),
+    ("checkpoint-iteration", "--override-ckpt-iteration", given("override_ckpt_iteration"),
+     "it counts samples as iterations × batch size"),
+    ("evaluation-size", "--rollouts-per-step batch with --eval-iters", _evaluates_without_size,
+     "this Megatron takes the evaluation batch size from --global-batch-size; set --eval-iters 0"),
+    ("local-latent-attention",
+     "--multi-latent-attention with --transformer-impl local and --tensor-model-parallel-size "
+     "above 1", both(on("multi_latent_attention"), _LOCAL_TP),
+     "Megatron's local layers lose a part of the gradient of the keys' positions; use "
+     "transformer_engine"),
+    ("local-on-gpu", "--transformer-impl local on a GPU", _local_on_gpu,
+     "its attention knows no packed sequences; use transformer_engine"),
+)  # fmt: skip
+REFUSALS = tuple(
+    Trait("cannot work", name, flag, present, reason=reason, admissible=False)
+    for name, flag, present, reason in _ENTRIES
+)
+
+# Transformer Engine's layers need a GPU, and Megatron's local ones are at fault there (above).
+_ON_GPUS = "no parity test has both, because only GPUs run it; `verify --model` compares it there"
+# Pairs of traits that train one by one.
+PAIRS = (
+    Pair(frozenset({"mtp", "per-token-loss"}),
+         "Megatron scales the MTP loss by a number of tokens that may be 0; leave "
+         "--calculate-per-token-loss out, --loss-reduction token is the same mean"),
+    Pair(frozenset({"balance-same-step", "overlap-param-gather"}),
+         "parameters are gathered by the first forward pass, which is another one here; take "
+         "previous-step"),
+    Pair(frozenset({"latent-attention", "tensor-parallel"}), _ON_GPUS, trains=True),
+    Pair(frozenset({"latent-attention", "sequence-parallel"}), _ON_GPUS, trains=True),
+)  # fmt: skip

@@ -25,7 +25,6 @@ from megatron_dynbatch.hooks.microbatches import (
     count_changed,
     loop_condition,
 )
-from megatron_dynbatch.hooks.refusals import AUX_LOSSES_SINCE
 from megatron_dynbatch.hooks.report import logged_batch_size
 from megatron_dynbatch.hooks.routers import (
     applying_global_loss,
@@ -38,6 +37,7 @@ from megatron_dynbatch.hooks.routers import (
 from megatron_dynbatch.hooks.scheduler import scheduler_increment
 from megatron_dynbatch.hooks.seams import Seam
 from megatron_dynbatch.hooks.sites import Site
+from megatron_dynbatch.hooks.version import AUX_LOSSES_SINCE
 
 # Versions that the test suite runs.
 TESTED_VERSIONS = ("0.17.1", "0.18.2", "0.19.2")

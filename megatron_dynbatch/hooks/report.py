@@ -20,6 +20,7 @@ import torch
 from megatron_dynbatch import quiet
 from megatron_dynbatch.hooks.horizon import UNBOUNDED
 from megatron_dynbatch.hooks.session import Session, session
+from megatron_dynbatch.output import progress
 from megatron_dynbatch.plan.summary import StepSummary, summarize
 from megatron_dynbatch.report import (
     Metric,
@@ -53,7 +54,7 @@ def logged_batch_size(stock: int, frame: Mapping[str, Any]) -> int:
                 write_identity(run.writer.path, run.args, run.layout.to_dict())
             run.writer.write(report)
         if quiet.is_on():
-            quiet.tell(_line(run, report))
+            progress(_line(run, report))
         if _writes_now(run, frame):
             write_scalars(report, frame.get("writer"), frame.get("wandb_writer"))
     return run.step.step_global_batch_size

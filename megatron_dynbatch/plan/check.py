@@ -13,6 +13,7 @@ from megatron_dynbatch.plan.denominators import loss_denominator, sample_denomin
 from megatron_dynbatch.plan.errors import PlanError
 from megatron_dynbatch.plan.layout import padded_length, response_rows
 from megatron_dynbatch.plan.planner import oversize_rows
+from megatron_dynbatch.wording import counted
 
 if TYPE_CHECKING:
     from megatron_dynbatch.plan.types import Plan, StepPlan
@@ -122,19 +123,20 @@ def _check_counts(plan: Plan, number: int, step: StepPlan) -> None:
     """dp ranks with the same count each, one that Megatron's schedule accepts."""
     if len(step.micro_batches) != plan.layout.dp:
         raise PlanError(
-            f"plan: step {number} has {len(step.micro_batches)} DP ranks, the layout "
+            f"plan: step {number} has {counted(len(step.micro_batches), 'DP rank')}, the layout "
             f"{plan.layout.dp}"
         )
     for rank, micro_batches in enumerate(step.micro_batches):
         if len(micro_batches) != step.num_microbatches:
             raise PlanError(
-                f"plan: step {number}: DP rank {rank} has {len(micro_batches)} micro-batches, "
-                f"rank 0 has {step.num_microbatches}; the count must be equal"
+                f"plan: step {number}: DP rank {rank} has "
+                f"{counted(len(micro_batches), 'micro-batch')}, rank 0 has "
+                f"{step.num_microbatches}; the count must be equal"
             )
     if not plan.layout.admits(step.num_microbatches):
         raise PlanError(
-            f"plan: step {number} has {step.num_microbatches} micro-batches per rank; with "
-            f"pp={plan.layout.pp}, vpp={plan.layout.vpp} and group {plan.layout.group} the "
+            f"plan: step {number} has {counted(step.num_microbatches, 'micro-batch')} per rank; "
+            f"with pp={plan.layout.pp}, vpp={plan.layout.vpp} and group {plan.layout.group} the "
             f"schedule needs {plan.layout.next_admissible(step.num_microbatches)}"
         )
 
@@ -159,8 +161,8 @@ def _check_num_dummies(plan: Plan, number: int, step: StepPlan, caps: list[_Cap]
     wanted = max(0, dp * count - step.num_samples)
     if step.num_dummies != wanted:
         raise PlanError(
-            f"plan: step {number} has {step.num_dummies} dummy micro-batches, {dp} x {count} "
-            f"micro-batches for {step.num_samples} samples need {wanted}"
+            f"plan: step {number} has {counted(step.num_dummies, 'dummy micro-batch')}, "
+            f"{dp} x {count} micro-batches for {counted(step.num_samples, 'sample')} need {wanted}"
         )
     smaller = next((m for m in range(count - 1, 0, -1) if plan.layout.admits(m)), None)
     if wanted == 0 or smaller is None or len(caps) != 1:
@@ -168,8 +170,8 @@ def _check_num_dummies(plan: Plan, number: int, step: StepPlan, caps: list[_Cap]
     needed = len(best_fit_decreasing(caps[0].per_sample[step.samples], caps[0].limit))
     if needed <= dp * smaller:
         raise PlanError(
-            f"plan: step {number} has {step.num_dummies} dummies at {count} micro-batches per "
-            f"rank, though {smaller} would hold its samples"
+            f"plan: step {number} has {counted(step.num_dummies, 'dummy')} at "
+            f"{counted(count, 'micro-batch')} per rank, though {smaller} would hold its samples"
         )
 
 

@@ -16,6 +16,7 @@ from megatron_dynbatch.plan.planner import make_plan, oversize_rows
 from megatron_dynbatch.plan.types import Plan, StepPlan
 from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.index import SampleIndex
+from megatron_dynbatch.wording import counted
 
 
 class Schedule(NamedTuple):
@@ -195,8 +196,8 @@ def _check_schedule(schedule: Schedule, layout: ParallelLayout) -> None:
     for rank, indices in enumerate(schedule.micro_batch_indices):
         if len(indices) != total:
             raise PlanError(
-                f"schedule: DP rank {rank} has {len(indices)} micro-batches, num_microbatches "
-                f"add up to {total}"
+                f"schedule: DP rank {rank} has {counted(len(indices), 'micro-batch')}, "
+                f"num_microbatches add up to {total}"
             )
         tiled = [local for mb in indices for local in mb]
         if tiled != list(range(len(schedule.partitions[rank]))):

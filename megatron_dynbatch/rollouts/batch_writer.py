@@ -24,6 +24,7 @@ from megatron_dynbatch.rollouts.manifest import write_manifest
 from megatron_dynbatch.rollouts.marker import DirectoryMarker
 from megatron_dynbatch.rollouts.parquet_write import Parts, write_index, write_part
 from megatron_dynbatch.rollouts.slots import END, INDEX, KEY, PLAN, Slots
+from megatron_dynbatch.wording import counted
 
 _ATTEMPTS = 5  # a folder is taken away by somebody who cleans up, which happens once in a while
 
@@ -110,8 +111,8 @@ class BatchWriter:
             # Numbers are taken one after the other, so an end can only be just before this one.
             if batch_id > 0 and self._slots.state(batch_id - 1) == "end":
                 raise RolloutDataError(
-                    f"{self._slots.path}: the run is finished after {batch_id - 1} batches; "
-                    "start another one in a new directory"
+                    f"{self._slots.path}: the run is finished after "
+                    f"{counted(batch_id - 1, 'batch')}; start another one in a new directory"
                 )
             # Every batch before this number is there now, so none of the same key is missed.
             if key is not None and (found := self.batch_of_key(key)) is not None:

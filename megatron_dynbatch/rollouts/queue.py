@@ -18,6 +18,7 @@ from megatron_dynbatch.rollouts.index import SampleIndex, is_row
 from megatron_dynbatch.rollouts.sample import Sample
 from megatron_dynbatch.rollouts.source import BatchState
 from megatron_dynbatch.rollouts.store import BatchStore, check_note_name
+from megatron_dynbatch.wording import counted
 
 
 class RolloutQueue:
@@ -96,7 +97,8 @@ class RolloutQueue:
         wrong = [n for n in rows if not is_row(n, len(batch))]
         if wrong:
             raise RolloutDataError(
-                f"{self}: no row {short(wrong[0])}; batch {batch_id} has {len(batch)} rows"
+                f"{self}: no row {short(wrong[0])}; batch {batch_id} has "
+                f"{counted(len(batch), 'row')}"
             )
         return [batch[row] for row in rows]
 

@@ -8,6 +8,7 @@ import re
 from megatron_dynbatch.rollouts.checked_paths import check_text, short
 from megatron_dynbatch.rollouts.errors import BatchDeleted, RolloutDataError
 from megatron_dynbatch.rollouts.source import BatchState
+from megatron_dynbatch.wording import counted
 
 _NOTE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,99}")
 
@@ -89,7 +90,7 @@ class BatchStore[T]:
     def _refuse_if_finished(self) -> None:
         if self._is_finished:
             raise RolloutDataError(
-                f"{self._name}: the run is finished after {len(self._batches)} batches; "
+                f"{self._name}: the run is finished after {counted(len(self._batches), 'batch')}; "
                 "start another one under a new name"
             )
 

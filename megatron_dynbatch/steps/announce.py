@@ -13,6 +13,7 @@ from megatron_dynbatch.plan import ParallelLayout, Plan, PlanError, PlanOptions,
 from megatron_dynbatch.plan.handshake import checked_plan
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutSource, SampleIndex
 from megatron_dynbatch.steps.cursor import Cursor
+from megatron_dynbatch.wording import counted
 
 type Origins = list[tuple[int, int]]
 
@@ -97,8 +98,8 @@ class Announcer:
             kept = np.flatnonzero(~is_stale)
             index, origins = index.take(kept), [origins[row] for row in kept]
             progress(
-                f"rollout batch {cursor.batch_id}: {stale} rollouts are older than "
-                f"{self._staleness.limit} batches and are dropped"
+                f"rollout batch {cursor.batch_id}: {counted(stale, 'rollout')} dropped, older "
+                f"than {counted(self._staleness.limit or 0, 'batch')}"
             )
         if not origins:
             return {"kind": "nothing", **counts}

@@ -21,6 +21,7 @@ from megatron_dynbatch.plan.simple import expand_bins_by_splitting
 from megatron_dynbatch.rollouts import Sample
 from megatron_dynbatch.steps.prefetch import OpenBatch
 from megatron_dynbatch.steps.step import Step
+from megatron_dynbatch.wording import counted
 
 type PerToken = Callable[[Tensor], Tensor]
 ForwardStep = Callable[[MicroBatch, Any], tuple[Tensor, PerToken]]
@@ -44,7 +45,8 @@ def plan_forward_pass(plan: Plan, max_tokens_per_gpu: int, first_step: int = 0) 
     """
     steps = plan.steps[first_step:]
     if not steps:
-        raise PlanError(f"forward-only pass: the batch has {len(plan.steps)} steps, none is left")
+        held = counted(len(plan.steps), "step")
+        raise PlanError(f"forward-only pass: the batch has {held}, none is left")
     options = replace(
         plan.options, max_tokens_per_gpu=max_tokens_per_gpu, micro_batch_size=None,
         fixed_width=False, max_logits_per_gpu=None, vocab_size=None,

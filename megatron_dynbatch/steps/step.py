@@ -17,6 +17,7 @@ from megatron_dynbatch.layout.stock import stock_batch
 from megatron_dynbatch.layout.zigzag import zigzag_indices
 from megatron_dynbatch.plan import Plan, StepPlan
 from megatron_dynbatch.rollouts import Sample
+from megatron_dynbatch.wording import counted
 
 type HostBatch = tuple[PackedSequence, MicroBatch, dict[str, torch.Tensor]]
 """A micro-batch as a full sequence, as this rank's part, and in Megatron's SFT contract."""
@@ -159,7 +160,7 @@ class Step:
             if not 0 <= k < self.num_microbatches:
                 raise IndexError(
                     f"step {self.step_index} of rollout batch {self.batch_id} has "
-                    f"{self.num_microbatches} micro-batches on DP rank {self.dp_rank}; "
+                    f"{counted(self.num_microbatches, 'micro-batch')} on DP rank {self.dp_rank}; "
                     f"micro-batch {k} was asked for"
                 )
             self._on_host[k] = Future()

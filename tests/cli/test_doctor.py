@@ -89,8 +89,14 @@ def test_a_good_installation_and_command_line(tmp_path: Path) -> None:
     assert by_name(report["command line"])["--dynamic-global-batch"]["found"] == (
         "nothing is refused"
     )
-    assert by_name(report["command line"])["self-attention"]["found"] == (
-        "attention; docs/parity.md: CP2"
+    lines = by_name(report["command line"])
+    assert lines["self-attention"]["found"] == (
+        "attention; docs/parity.md: CP2; megatron-core 0.16 and newer"
+    )
+    # Six traits, each with each: attention, positions, reduction, ranks, width, optimizer.
+    assert lines["pairs"]["found"] == "15 of 15 have a row in docs/parity.md"
+    assert lines["batch-keys"]["found"] == (
+        "script; looked at in the first step: a script that asks its batch for other keys"
     )
     found = by_name(report["command line"])["--rollout-path"]["found"]
     assert found == f"{tmp_path}: no batch is there yet"
@@ -196,3 +202,34 @@ def test_latent_attention_of_local_layers_is_refused_under_tensor_parallelism(
     (problem,) = [line["problem"] for line in report["command line"] if line["problem"]]
     assert code == 1 and "lose a part of the gradient" in problem
     assert run("--cpu", "--", *common, *flags.split(), folder=tmp_path)[0] == 0
+
+
+def test_a_pair_that_is_refused_is_named(tmp_path: Path) -> None:
+    more = ("--optimizer", "sgd", "--use-distributed-optimizer")
+    code, report = run("--cpu", "--", *flags_at(tmp_path), *more, folder=tmp_path)
+    lines = by_name(report["command line"])
+    assert code == 1
+    assert lines["distributed-optimizer+sgd"]["found"] == "pair; refused"
+    (problem,) = [line["problem"] for line in report["command line"] if line["problem"]]
+    assert problem.startswith("--use-distributed-optimizer with --optimizer sgd: no parity test")
+    assert lines["pairs"]["found"] == "20 of 21 have a row in docs/parity.md"
+    assert run("--cpu", "--", *flags_at(tmp_path), *more, "--admit-unproven",
+               "sgd+distributed-optimizer", folder=tmp_path)[0] == 0  # fmt: skip
+
+
+OLDER = ROOT / ".venv" / "megatron-core-0.18.2"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OLDER.is_dir(), reason=f"there is no {OLDER}")
+def test_a_trait_without_a_row_for_an_older_megatron_is_refused(tmp_path: Path) -> None:
+    flags = [*flags_at(tmp_path), "--num-experts", "4", "--moe-z-loss-coeff", "0.1"]
+    code, report = run_in_tree("--cpu", "--", *flags, tree=OLDER)
+    assert code == 1
+    refused = {line["name"]: line["problem"] for line in report["command line"]}
+    for flag in ("--num-experts", "--moe-z-loss-coeff"):
+        assert refused[flag] == (
+            f"{flag}: its row in docs/parity.md stands for megatron-core 0.19 and newer, this is "
+            "0.18; take that version, or another option"
+        )
+    assert run_in_tree("--cpu", "--", *flags_at(tmp_path), tree=OLDER)[0] == 0

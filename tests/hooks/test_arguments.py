@@ -111,7 +111,7 @@ def test_wrong_command_lines_are_told_before_training(directory: Path, tmp_path:
         (flags(directory, "--num-experts", "2", "--moe-balance", "previous-step",
                "--moe-router-load-balancing-type", "seq_aux_loss",
                "--moe-token-dispatcher-type", "alltoall"),
-         "--moe-balance previous-step: it changes aux_loss only"),
+         "--moe-balance previous-step or same-step: it changes aux_loss only"),
         (flags(directory, "--keep-batches", "-1"), "--keep-batches -1: give a number of batches"),
         (flags(directory, "--num-experts", "2", "--moe-expert-capacity-factor", "1",
                "--moe-token-dispatcher-type", "alltoall"), "--moe-expert-capacity-factor"),

@@ -53,7 +53,7 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     ),
     "a model without packs": (
         [(BODY, NO_PACKS + BODY), ("return GPTModel(", "return OldModel("), (PACKING, "")],
-        ["OldModel takes no packed_seq_params", "hybrid decoder models are supported"],
+        ["OldModel takes no packed_seq_params", "those of GPT and hybrid decoder models"],
     ),
     "an attribute of a micro-batch": (
         [

@@ -28,9 +28,11 @@ RESUMES: dict[str, list[str]] = {
 
 
 def write(path: Path, first: int = 0) -> RolloutDirectory:
+    """Rollouts of one sample and of two in turns."""
     directory = RolloutDirectory(path)
     for number, count in enumerate(SIZES):
-        directory.write(samples(first + number, count))
+        alone = samples(first + number, count)
+        directory.write([sample for n, sample in enumerate(alone) for _ in range(1 + n % 2)])
     directory.finish()
     return directory
 

@@ -13,6 +13,7 @@ import torch
 from megatron_dynbatch.hooks.loss import _scaled_loss, weighted_output
 from megatron_dynbatch.layout import MicroBatch, build_micro_batch
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions, make_plan
+from megatron_dynbatch.report import Metric
 from megatron_dynbatch.rollouts import Sample, SampleIndex
 from tests.golden import MASKS, PROMPTS, ROLLOUTS, VALUES
 from tests.reliability.catalogue import shown
@@ -107,3 +108,70 @@ def test_a_sum_of_shape_one_is_handed_on_as_a_scalar() -> None:
     micro_batch, x = golden()
     loss, _, _ = _scaled_loss(run(), micro_batch, lambda output: (output.sum()[None], {}), x)
     assert loss.dim() == 0 and loss.item() == pytest.approx(3.0)
+
+
+def test_the_local_sum_is_kept_until_it_is_known_to_be_finite() -> None:
+    micro_batch, x = golden()
+    of_run = run()
+    x = x.nan_to_num().requires_grad_()
+    _scaled_loss(of_run, micro_batch, lambda output: (output.sum(), {}), x)
+    ((kept_of, kept),) = of_run.loss_sums
+    # B = 3 rollouts of mean 4 + 5/2, 0 and 5, and M = W = 1.
+    assert kept_of is micro_batch and kept.item() == pytest.approx(9.0) and not kept.requires_grad
+    summed = micro_batch.summed["loss"]
+    assert torch.equal(summed, x) and not summed.requires_grad
+
+
+@pytest.mark.parametrize("shape", [(1, 20), (20,), (20, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_token_losses_keep_shape_and_type(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    micro_batch, x = golden("sample")
+    weighted = weighted_output(x.to(dtype).reshape(shape), micro_batch)
+    assert weighted.shape == shape and weighted.dtype == dtype
+    # 6/3 + 10 + 10/2 over the samples; C has no trained token.
+    assert weighted.double().sum().item() == pytest.approx(17.0, rel=1e-2)
+    if dtype == torch.float64:
+        assert weighted.sum().item() == pytest.approx(17.0, rel=1e-15)
+
+
+def test_reports_hold_values_and_no_graph() -> None:
+    micro_batch, x = golden()
+    x = x.nan_to_num().requires_grad_()
+
+    def loss_function(output: torch.Tensor) -> tuple[Any, ...]:
+        total = output.sum()
+        own = Metric.total(7.0)
+        pair = torch.stack([2 * total, torch.ones(())])
+        return total, {"sum": total, "pair": pair, "number": 4.5, "own": own}
+
+    _, _, report = _scaled_loss(run(), micro_batch, loss_function, x)
+    assert {name: metric.value() for name, metric in report.items()} == pytest.approx(
+        {"sum": 3.0, "pair": 6.0, "number": 1.5, "own": 7.0}
+    )
+    kept = [part for metric in report.values() for part in metric.parts]
+    assert not any(torch.as_tensor(part).requires_grad for part in kept)
+
+
+def test_keywords_that_a_script_binds_itself_are_its_own() -> None:
+    micro_batch, x = golden()
+    seen: list[Any] = []
+
+    def own_loss(output: torch.Tensor, *, microbatch: Any, sample_denoms: Any) -> tuple[Any, ...]:
+        seen.append((microbatch, sample_denoms))
+        return output.nansum(), {}
+
+    inner = functools.partial(own_loss, microbatch="mine")
+    _scaled_loss(run(), micro_batch, functools.partial(inner, sample_denoms="too"), x)
+    _scaled_loss(run(), micro_batch, inner, x)
+    assert seen[0] == ("mine", "too")
+    assert seen[1][0] == "mine" and seen[1][1] is micro_batch.sample_denoms
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [(torch.ones(1, 20), r"a tensor of shape \(1, 20\)"), (3.0, "a float"), (None, "a NoneType")],
+)
+def test_what_a_loss_returns_instead_of_a_scalar_is_named(returned: Any, named: str) -> None:
+    micro_batch, x = golden()
+    with pytest.raises(ValueError, match=f"not {named}$"):
+        _scaled_loss(run(), micro_batch, lambda output: (returned, {}), x)

@@ -19,7 +19,7 @@ from tests.reliability.catalogue import shown
 def write_run(path: Path) -> None:
     directory = RolloutDirectory(path)
     for _ in range(4):
-        directory.write([Sample(range(1, 9), 4, rollout_id=n) for n in range(4)])
+        directory.write([Sample(range(1, 9), 4, rollout_id=n) for n in (0, 0, 1, 2, 3)])
     directory.finish()
 
 

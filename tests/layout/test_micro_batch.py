@@ -1,5 +1,7 @@
 """`MicroBatch`: slicing over context parallelism, weighted means, and Megatron's parameters."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -136,3 +138,50 @@ def test_weights_are_exact_to_float64():
     mb = build([[[0, 1, 2, 3]]], 0, reduction="sample")
     assert mb.token_weights.dtype == torch.float64
     assert set(mb.token_weights.tolist()) == {0.0, np.float64(1) / 3, 1.0, 0.5}
+
+
+def test_places_and_positions_of_local_tokens():
+    # A, D and C are 8, 4 and 4 tokens long as laid out, then 8 of padding; rank 0 has the ends.
+    places, positions = build([[[0, 3, 2]]], 0, cp=2, width=24).sample_positions()
+    assert places.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3]
+    assert positions.tolist() == [0, 1, 6, 7, 0, 3, 0, 3, 0, 1, 6, 7]
+    places, positions = build([[[0, 3, 2]]], 0, cp=2, rank=1, width=24).sample_positions()
+    assert places.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3]
+    assert positions.tolist() == [2, 3, 4, 5, 1, 2, 1, 2, 2, 3, 4, 5]
+
+
+def test_untrained_is_where_the_mask_is_0():
+    mb = build([[[0]]], 0)
+    assert mb.untrained.tolist() == [[True, True, False, False, True, False, True]]
+    assert mb.untrained.dtype == torch.bool
+
+
+def test_what_was_summed_last_is_kept_by_name_and_not_handed_on():
+    mb = build([[[3]]], 0)
+    x = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+    mb.sums({"loss": x, "kl": torch.tensor([4.0, 5.0, 6.0])})
+    mb.mean(torch.tensor([7, 8, 9]))
+    assert {name: kept.tolist() for name, kept in mb.summed.items()} == {
+        "loss": [1, 2, 3], "kl": [4, 5, 6], "x": [7, 8, 9]
+    }  # fmt: skip
+    assert not mb.summed["loss"].requires_grad
+    assert dataclasses.replace(mb, dp_rank=1).summed == {}
+
+
+def test_it_shows_neither_sums_nor_what_is_private():
+    mb = build([[[3]]], 0)
+    mb.mean(torch.ones(3))
+    assert "summed" not in repr(mb) and "_padded_lengths" not in repr(mb)
+
+
+def test_the_first_context_parallel_rank_is_meant_where_none_is_given():
+    plan = plan_of(list(SAMPLES.values()), [[[0]]], ParallelLayout(cp=2))
+    mb = build_micro_batch(plan, 0, 0, 0, SAMPLES)
+    assert mb.cp_rank == 0 and mb.tokens.tolist() == [[100, 101, 106, 0]]
+
+
+def test_tensors_go_to_the_device():
+    mb = build([[[0, 1]]], 0, cp=2, device="meta")
+    tensors = [mb.tokens, mb.labels, mb.loss_mask, mb.token_weights, mb.cu_seqlens_padded]
+    assert {t.device.type for t in [*tensors, *mb.columns.values()]} == {"meta"}
+    assert build([[[0, 1]]], 0, device="cpu").tokens.device.type == "cpu"

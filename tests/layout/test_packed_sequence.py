@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dynbatch.layout import pack_samples, stock_batch
+from megatron_dynbatch.layout.packed_sequence import COLUMN_FIELDS
 from megatron_dynbatch.plan import ParallelLayout, padded_length
 from megatron_dynbatch.rollouts import Sample
 from tests.layout.helpers import golden_samples
@@ -156,3 +157,39 @@ def test_bad_input_names_the_row():
 def test_sample_without_prompt_and_sample_without_response():
     packed = pack([Sample([5, 6, 7], loss_mask=[0, 1, 1]), Sample([8, 9], response_length=0)])
     assert packed.loss_mask.tolist() == [1, 1, 0, 0, 0]
+
+
+def test_weights_of_denominators_one_and_none():
+    # Sample C trains nothing, so its rollout may have no denominator at all.
+    packed = pack(golden_samples(), rows=[2, 1], denoms=[0, 1])
+    assert packed.token_weights.tolist() == [0] * 4 + [0] * 4 + [1, 0]
+    with pytest.raises(ValueError):
+        pack(golden_samples(), rows=[2, 1], denoms=[1])
+
+
+def test_a_sample_of_one_token_without_a_prompt_has_nothing_to_predict():
+    alone = Sample([9], loss_mask=[0], log_probs=[-5.0])
+    after = Sample([1, 2], 1, log_probs=[-6.0])
+    packed = pack([alone, after])
+    assert packed.columns["log_probs"].tolist() == [0, -6, 0]
+    assert packed.loss_mask.tolist() == [0, 1, 0]
+    assert packed.labels.tolist() == [0, 2, 0]
+
+
+def test_a_sample_without_tokens_takes_no_place():
+    packed = pack([Sample([], 0), Sample([1, 2], 1)])
+    assert packed.tokens.tolist() == [1, 2] and packed.loss_mask.tolist() == [1, 0]
+    assert packed.cu_seqlens_padded.tolist() == [0, 0, 2]
+
+
+def test_every_column_of_a_sample_without_a_prompt_stands_before_its_tokens():
+    fields = COLUMN_FIELDS.values()
+    whole = {field: [100.0 * n + j for j in range(3)] for n, field in enumerate(fields, 1)}
+    after = {field: [7.0] for field in fields}
+    packed = pack(
+        [Sample([4, 5, 6], loss_mask=[0, 1, 1], **whole), Sample([8, 9], 1, **after)], layout=CP2
+    )
+    # Nothing predicts the first token, so its entry has no place; token 1 is predicted at 0.
+    assert packed.loss_mask.tolist() == [1, 1, 0, 0, 1, 0, 0, 0]
+    for n, name in enumerate(COLUMN_FIELDS, 1):
+        assert packed.columns[name].tolist() == [100 * n + 1, 100 * n + 2, 0, 0, 7, 0, 0, 0], name

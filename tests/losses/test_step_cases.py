@@ -103,6 +103,8 @@ def test_megatron_loss_by_hand():
     assert (loss.item(), n.item(), count) == (10 * 2 * 6 / 5, 1, 5 / 12)
     loss, n, count = megatron_loss(l, step, layout, calculate_per_token_loss=True)
     assert (loss.item(), n.item(), count) == (2.0, 0, 5 / 12)
+    loss, _, _ = megatron_loss(l[None], step, layout, calculate_per_token_loss=True)
+    assert (loss.item(), loss.dim()) == (2.0, 0)
     with pytest.raises(ValueError, match=r"one value, got shape \[2\]"):
         megatron_loss(torch.ones(2), step, layout, calculate_per_token_loss=True)
     empty = StepPlan((((0,),),), 1, 0, 0)

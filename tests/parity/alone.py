@@ -7,17 +7,22 @@ are the formulas of semantics.md over the whole step.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from tests.parity.architecture import Architecture
 from tests.parity.float64 import keep_float64
 from tests.parity.job import NOTES
 from tests.parity.reference import Recipe, denominators_of
+from tests.parity.reference_aux import Auxiliary, Partition
+from tests.parity.reference_model import Forward, Routing
 from tests.parity.rollouts import Example
 
 type Alone = tuple[float, dict[str, Tensor]]
@@ -71,6 +76,28 @@ def measure_alone(examples: Sequence[Example], recipe: Recipe, weighted_by: str)
         recipe: Gives the reduction.
         weighted_by: What terms of routers are means over, BY_TOKENS or BY_SAMPLES.
     """
+    _instead_of_training(
+        lambda model: _loss_and_gradients(model, examples, recipe, weighted_by)
+    )
+
+
+def closed_forms(
+    examples: Sequence[Example], recipe: Recipe, auxiliary: Auxiliary, partition: Partition
+) -> None:
+    """The same for a model whose routers have no terms of their own: they are added as formulas.
+
+    Args:
+        examples: The step.
+        recipe: Gives the reduction.
+        auxiliary: Coefficients of the terms.
+        partition: Which examples are in which micro-batch, for what is defined by micro-batch.
+    """
+    _instead_of_training(
+        lambda model: _with_closed_forms(model, examples, recipe, auxiliary, partition)
+    )
+
+
+def _instead_of_training(measure: Callable[[Sequence[Any]], Alone]) -> None:
     from megatron.training import training
 
     keep_float64()
@@ -79,16 +106,78 @@ def measure_alone(examples: Sequence[Example], recipe: Recipe, weighted_by: str)
     def train(*positional: Any, **named: Any) -> NoReturn:
         given = inspect.signature(loop).bind(*positional, **named).arguments
         draw_weights(given["model"])
-        NOTES.append(_loss_and_gradients(given["model"], examples, recipe, weighted_by))
+        NOTES.append(measure(given["model"]))
         raise SystemExit(0)
 
     train.__signature__ = inspect.signature(loop)  # type: ignore[attr-defined]
     training.train = train
 
 
-def _loss_and_gradients(
-    chunks: Sequence[Any], examples: Sequence[Example], recipe: Recipe, weighted_by: str
+def _with_closed_forms(
+    chunks: Sequence[Any],
+    examples: Sequence[Example],
+    recipe: Recipe,
+    auxiliary: Auxiliary,
+    partition: Partition,
 ) -> Alone:
+    from tests.cpu.weights import global_parameters
+
+    forwards: list[Forward] = []
+    with _noting_routers(forwards):
+        loss, found = _loss_and_gradients(chunks, examples, recipe, BY_TOKENS, forwards)
+    if not forwards[0].routings:
+        return loss, found
+    routing = forwards[0].routings[0]
+    experts = routing.logits.shape[-1]
+    architecture = Architecture(experts=experts, topk=int(routing.chosen[0].sum()))
+    uniform = torch.full((experts,), architecture.topk / experts, dtype=torch.float64)
+    layers = len(forwards[0].routings)
+    terms = auxiliary.terms(forwards, examples, partition, architecture, [uniform] * layers)
+    # Values are means over layers; the loss adds layers up.
+    total = sum((c * value * layers for c, value in terms.values()), torch.zeros(()))
+    if terms:
+        parameters = dict(global_parameters(chunks))
+        gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+        for name, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                found[name] += gradient
+    return loss, found
+
+
+@contextlib.contextmanager
+def _noting_routers(forwards: list[Forward]) -> Iterator[None]:
+    """Append a `Routing` to the last forward wherever a router of Megatron's routes."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routing = TopKRouter.routing
+
+    @functools.wraps(routing)
+    def noted(router: Any, logits: Tensor, *rest: Any, **named: Any) -> Any:
+        flat = logits.view(-1, logits.shape[-1])
+        scores = flat.softmax(-1)
+        if router.score_function == "sigmoid":
+            scores = torch.sigmoid(flat)
+            scores = scores / scores.sum(-1, keepdim=True)
+        none = torch.zeros_like(flat, dtype=torch.bool)
+        likeliest = none.scatter(-1, flat.topk(router.topk, -1).indices, True)
+        forwards[-1].routings.append(Routing(flat, scores, likeliest, likeliest))
+        return routing(router, logits, *rest, **named)
+
+    TopKRouter.routing = noted
+    try:
+        yield
+    finally:
+        TopKRouter.routing = routing
+
+
+def _loss_and_gradients(
+    chunks: Sequence[Any],
+    examples: Sequence[Example],
+    recipe: Recipe,
+    weighted_by: str,
+    forwards: list[Forward] | None = None,
+) -> Alone:
+    """Graphs stay where `forwards` is given, with an entry for each example appended to it."""
     from megatron.core.utils import unwrap_model
 
     from tests.cpu.weights import global_parameters
@@ -100,9 +189,13 @@ def _loss_and_gradients(
     denominators, count = denominators_of(examples, recipe)
     shares = _shares(examples, weighted_by)
     for example, denominator, _ in zip(examples, denominators, shares, strict=False):
+        if forwards is not None:
+            forwards.append(Forward(torch.empty(len(example.tokens), 0)))
         part = _part(model, example) / (max(denominator, 1.0) * count)
         loss += part.item()
-        gradients = torch.autograd.grad(part, list(parameters.values()), allow_unused=True)
+        gradients = torch.autograd.grad(
+            part, list(parameters.values()), allow_unused=True, retain_graph=forwards is not None
+        )
         for name, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
                 found[name] += gradient

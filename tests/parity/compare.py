@@ -20,7 +20,7 @@ def deviations(
     Args:
         observed: What each rank saw.
         reference: The reference's steps.
-        tensors: Whether gradients (where ranks have whole ones) and parameters are compared too.
+        tensors: Whether gradients and parameters are compared too.
 
     Returns:
         Quantity → deviation. Metrics (the loss is one), norms and rates relative to the
@@ -75,10 +75,8 @@ def deviations(
 def _tensor_deviations(
     quantity: str, observed: Sequence[Observed], reference: Sequence[ReferenceStep]
 ) -> dict[str, float]:
-    """The largest deviation of gradients or parameters; nothing where no rank has whole ones."""
+    """The largest deviation of gradients or parameters."""
     counts = {len(getattr(one, quantity)) for one in observed}
-    if counts == {0}:
-        return {}
     assert counts == {len(reference)}, f"ranks have {quantity} of {counts} steps"
     whole = [
         assemble([getattr(one, quantity)[number] for one in observed])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.parity.page import Found, added, page
+from tests.parity.page import TABLES, Found, added, page
 from tests.parity.reference import Recipe, ReferenceStep, train
 from tests.parity.rollouts import SHORT_SIZES, make_steps, write_batches
 from tests.pool import ROOT
@@ -54,10 +56,20 @@ def record() -> Callable[[str, str, Found], None]:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A whole run in which everything passed writes docs/parity.md; PARITY_ADD=1 adds rows."""
-    if os.environ.get("PARITY_ADD") and exitstatus == pytest.ExitCode.OK and _measured:
-        target = ROOT / "docs" / "parity.md"
-        target.write_text(added(target.read_text("utf-8"), _measured), encoding="utf-8")
+    if hasattr(session.config, "workeroutput"):  # one of several processes: the first one writes
+        session.config.workeroutput["parity"] = json.dumps(_measured)
         return
-    is_whole = os.environ.get("PARITY") == "full" and not session.config.getoption("keyword")
-    if is_whole and exitstatus == pytest.ExitCode.OK and len(_measured) > 1:
-        (ROOT / "docs" / "parity.md").write_text(page(_measured), encoding="utf-8")
+    target = ROOT / "docs" / "parity.md"
+    if exitstatus != pytest.ExitCode.OK or not _measured:
+        return
+    if os.environ.get("PARITY_ADD"):
+        target.write_text(added(target.read_text("utf-8"), _measured), encoding="utf-8")
+    elif os.environ.get("PARITY") == "full" and _measured.keys() == TABLES.keys():
+        target.write_text(page(_measured), encoding="utf-8")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """What another process of the run has measured."""
+    for table, rows in json.loads(getattr(node, "workeroutput", {}).get("parity", "{}")).items():
+        _measured[table] += [(row, found) for row, found in rows]

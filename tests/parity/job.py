@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness import launch, row_of, watching
@@ -35,7 +36,7 @@ class Cell:
     Attributes:
         ranks: Processes.
         flags: Megatron's options by name, on top of architecture and recipe; True is a bare flag,
-            None or False leaves it out.
+            None or False leaves it out, a tuple is several words.
         recipe: Gives the optimizer's and the schedule's flags.
         architecture: The model.
         script: Pretrain script.
@@ -70,6 +71,8 @@ class Cell:
         for name, value in flags.items():
             if value is True:
                 argv.append(f"--{name}")
+            elif isinstance(value, tuple):
+                argv += [f"--{name}", *map(str, value)]
             elif value is not None and value is not False:
                 argv += [f"--{name}", str(value)]
         return argv
@@ -101,10 +104,9 @@ class Observed:
             reported losses where this rank has them (last pipeline stage).
         learning_rates: Used by each optimizer step.
         weight_decays: Used by each optimizer step, on matrices.
-        gradients: For each optimizer step, global name → gradient before clipping; empty with the
-            distributed optimizer.
-        parameters: For each optimizer step, global name → value after it; empty where they are
-            gathered later.
+        gradients: For each optimizer step, global name → gradient before clipping.
+        parameters: For each optimizer step, global name → value after it; where the next forward
+            pass gathers them, as that pass left them.
         biases: For each optimizer step, the expert biases [E] of this rank's layers. Megatron
             updates them with the gradients, so these are the ones after it.
         cursors: For each logged iteration, the plugin's cursor as a checkpoint would keep it.
@@ -176,8 +178,12 @@ def _observing(observed: Observed, cell: Cell) -> Iterator[None]:
         observed.lines.append(line)
         show(line)
 
+    def end(model: list[Any], optimizer: Any) -> None:
+        if optimizer.config.overlap_param_gather:  # Megatron has gathered once more
+            observed.parameters.append(shards_of(model))
+
     training.print_rank_last = print_rank_last
-    with watching(before=begin, logged=logged):
+    with watching(before=begin, after=end, logged=logged):
         yield
 
 
@@ -195,11 +201,14 @@ def observe_optimizer(observed: Observed, model: Sequence[Any], optimizer: Any) 
         matrices = max(optimizer.param_groups, key=lambda group: group["weight_decay"])
         observed.learning_rates.append(float(matrices["lr"]))
         observed.weight_decays.append(float(matrices["weight_decay"]))
-        if not _is_distributed(optimizer):  # there no rank has whole gradients
+        is_gathered_later = optimizer.config.overlap_param_gather
+        if is_gathered_later and observed.gradients:  # what the last step made
+            observed.parameters.append(shards_of(model))
+        with _whole_gradients(model, optimizer):
             observed.gradients.append(shards_of(model, lambda parameter: parameter.main_grad))
         observed.biases.append(_expert_biases(model))
         result = step(*args, **kwargs)
-        if not optimizer.config.overlap_param_gather:  # else gathered by the next forward pass
+        if not is_gathered_later:
             observed.parameters.append(shards_of(model))
         return result
 
@@ -211,8 +220,22 @@ def _expert_biases(model: Sequence[Any]) -> list[Tensor]:
     return [buffer.clone() for name, buffer in named if name.endswith("expert_bias")]
 
 
-def _is_distributed(optimizer: Any) -> bool:
-    return bool(optimizer.config.use_distributed_optimizer)
+@contextlib.contextmanager
+def _whole_gradients(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
+    """Within, every rank has whole gradients; the distributed optimizer leaves it its own part."""
+    kept: list[tuple[Tensor, Tensor]] = []
+    for chunk in model if optimizer.config.use_distributed_optimizer else ():
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            instance = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                kept.append((bucket.grad_data, bucket.grad_data.clone()))
+                own = bucket.grad_data.chunk(instance.size())[instance.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=instance)
+    try:
+        yield
+    finally:
+        for gradients, values in kept:
+            gradients.copy_(values)
 
 
 def set_parameters(model: Sequence[Any], values: Mapping[str, Tensor]) -> None:

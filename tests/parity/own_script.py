@@ -15,8 +15,6 @@ import torch
 from megatron.core import mpu
 from megatron.core.enums import ModelType
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
 
 import megatron_dynbatch
 from examples.pretrain_gpt_sft import datasets_provider, loss_func, model_provider
@@ -33,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def build_model(*positional: Any, **named: Any) -> torch.nn.Module:
     """This stage's part of the model, norms too in the precision asked for."""
-    return model_provider(*positional, **named).to(get_args().params_dtype)
+    args = get_args()
+    args.params_dtype = getattr(torch, args.precision)
+    return model_provider(*positional, **named).to(args.params_dtype)
 
 
 def sum_of_losses(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -71,17 +71,24 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
 
 def main() -> None:
     """Parse, set the precision, train."""
-    args = parse_and_validate_args(
-        extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "NullTokenizer"}
-    )
+    call: dict[str, Any] = {
+        "train_valid_test_dataset_provider": datasets_provider,
+        "model_provider": build_model,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+    }
+    options: dict[str, Any] = {
+        "extra_args_provider": add_arguments, "args_defaults": {"tokenizer_type": "NullTokenizer"}
+    }  # fmt: skip
+    try:
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+        from megatron.training.arguments import parse_and_validate_args
+    except ImportError:  # up to 0.17 pretrain parses the arguments itself
+        pretrain(**call, **options)
+        return
+    args = parse_and_validate_args(**options)
     args.params_dtype = getattr(torch, args.precision)
-    pretrain(
-        cfg_container=pretrain_cfg_container_from_args(args),
-        train_valid_test_dataset_provider=datasets_provider,
-        model_provider=build_model,
-        model_type=ModelType.encoder_or_decoder,
-        forward_step_func=forward_step,
-    )
+    pretrain(cfg_container=pretrain_cfg_container_from_args(args), **call)
 
 
 if __name__ == "__main__":

@@ -56,8 +56,18 @@ loss head (`logits` 2-tuple in float64; `megatron` 2-tuple and `stock` 3-tuple o
 cross entropy); per-token loss; distributed optimizer; overlapped gradient reduction; width; empty
 rollouts counted or skipped. Steps of 8, 1 and 12 rollouts: the second has fewer samples than ranks.
 Bars: 1e-9 for `logits`, 1e-6 for the other heads, 1e-5 with the distributed optimizer, which
-trains in float32. A blank: no rank has whole gradients (distributed optimizer), or parameters are
-gathered only by the next forward pass (overlapped).
+takes no float64 (gradients 1e-4).
+""",
+    "distributed": """\
+## The distributed optimizer
+
+Optimizer states and gradients are sharded over ranks. Gradients are compared after a gathering of
+all shards, before the update; with `--overlap-param-gather` (`gathered`) parameters are compared as
+the next forward pass gathered them, in buckets of 4000 parameters. `two instances`:
+`--num-distributed-optimizer-instances 2`. Megatron's distributed optimizer takes float32, bfloat16
+and float16 parameters and no others, so these train in float32 beside the loop's float64. Steps of
+8, 1 and 12 rollouts. Bars: 1e-5, and 1e-4 for gradients, which deviate by 2e-5 without the
+distributed optimizer too.
 """,
     "paths": """\
 ## Megatron's other paths
@@ -75,6 +85,16 @@ alone and unpacked, in plain autograd, without hooks, schedule or parallelism
 ## One property at a time
 
 Against the same reference. Bar: 1e-9.
+""",
+    "pairs": """\
+## Every two traits together
+
+Trainings of `megatron_dynbatch/hooks/proven.py`, chosen so that every two
+[traits](compatibility.md#what-is-proved) that can be together meet in one: those of a model and
+those of a run. One step against the same reference; terms of routers are closed forms
+(`tests/parity/reference_aux.py`). Bars: 1e-9; 1e-6 for the load-balancing loss over micro-batches,
+whose counts stay in float32; 1e-5 with the distributed optimizer, which trains in float32, so it
+proves no pair without one of its own flags.
 """,
     "experts": """\
 ## Experts and auxiliary losses, against the independent loop
@@ -125,16 +145,21 @@ def page(results: Results) -> str:
     return "\n".join(parts)
 
 
+def heading(name: str) -> str:
+    """By which a table is found: its text may be newer than the page."""
+    return TABLES[name].partition("\n")[0] + "\n"
+
+
 def added(old: str, results: Results) -> str:
     """The page with these rows in place of those of the same name, or after the table's others."""
     for name, rows in results.items():
-        title = TABLES[name]
+        title = heading(name)
         if title not in old:
-            following = [text for text in TABLES.values() if text in old]
-            later = list(TABLES.values())
-            place = next((t for t in following if later.index(t) > later.index(title)), None)
+            names = list(TABLES)
+            later = (heading(other) for other in names[names.index(name) + 1 :])
+            place = next((other for other in later if other in old), None)
             where = len(old) if place is None else old.index(place)
-            old = old[:where] + title + "\n" + table(rows) + "\n" + old[where:]
+            old = old[:where] + TABLES[name] + "\n" + table(rows) + "\n" + old[where:]
             continue
         start = old.index("| | ", old.index(title))
         end = old.find("\n\n", start)

@@ -109,11 +109,8 @@ def test_every_pair_of_options_equals_the_independent_loop(
     found = deviations(observed, steps)
     record("options", name_of(choice), found)
     bar = bar_of(choice)
-    compared = {"metrics", "gradients", "parameters"}
-    if choice["distributed"]:  # no rank has whole gradients, overlapped ones gather later
-        compared -= {"gradients", "parameters"} if choice["overlap"] else {"gradients"}
-    assert compared <= found.keys()
-    assert all(found[quantity] < bar for quantity in compared)
+    assert max(found["metrics"], found["parameters"]) < bar
+    assert found["gradients"] < (1e-4 if choice["distributed"] else bar)
     assert found["learning rate"] < 1e-12
     assert found["weight decay"] < 1e-12
     assert found["consumed"] == 0

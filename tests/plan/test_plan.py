@@ -111,7 +111,7 @@ def test_check_names_what_is_violated(plan: Plan, case: int) -> None:
 
 def test_check_finds_a_dummy_that_splitting_would_have_avoided() -> None:
     plan = make_plan(make_index([2, 2]), LAYOUT, PlanOptions(max_tokens_per_gpu=10))
-    with pytest.raises(PlanError, match="1 dummy micro-batches, 2 x 1 .* need 0"):
+    with pytest.raises(PlanError, match="1 dummy micro-batch, 2 x 1 .* need 0"):
         _with_step(plan, micro_batches=(((0, 1),), ((),))).check()
 
 

@@ -17,8 +17,9 @@ PEAK = 1e-2
 def test_learning_rate_factors_of_unequal_steps(tmp_path: Path) -> None:
     directory = RolloutDirectory(tmp_path / "rollouts")
     for size in SIZES:
-        # Four samples of 8 tokens fill a micro-batch.
-        directory.write([Sample(np.arange(8) + i, response_length=4) for i in range(size)])
+        # Four samples of 8 tokens fill a micro-batch; every second rollout has two.
+        fan_out = [i for i in range(size) for _ in range(1 + i % 2)]
+        directory.write([Sample(np.arange(8) + i, 4, rollout_id=i) for i in fan_out])
     directory.finish()
     flags: dict[str, object] = {
         "dynamic-global-batch": True,
@@ -34,6 +35,6 @@ def test_learning_rate_factors_of_unequal_steps(tmp_path: Path) -> None:
     assert observed.rows[-1]["learning_rate"] == 0
     reports = read_step_reports(tmp_path / "steps.jsonl")
     assert [r.step_global_batch_size for r in reports] == list(SIZES)
-    # Eight rollouts in two micro-batches advance the schedule by eight.
-    assert reports[1].num_microbatches == 2
+    # Eight rollouts, twelve samples in three micro-batches, advance the schedule by eight.
+    assert (reports[1].num_samples, reports[1].num_microbatches) == (12, 3)
     assert [r.consumed_rollouts for r in reports] == [24, 32, 56, 64]

@@ -56,9 +56,9 @@ def test_a_finished_run_takes_nothing_more(tmp_path: Path) -> None:
     directory = RolloutDirectory(tmp_path)
     directory.write(golden_samples())
     directory.finish()
-    with pytest.raises(RolloutDataError, match="the run is finished after 1 batches"):
+    with pytest.raises(RolloutDataError, match="the run is finished after 1 batch;"):
         directory.write(golden_samples())
-    with pytest.raises(RolloutDataError, match="the run is finished after 1 batches"):
+    with pytest.raises(RolloutDataError, match="the run is finished after 1 batch;"):
         RolloutDirectory(tmp_path).finish()
     assert visible_names(tmp_path) == ["batch-00000000", "batch-00000001", "dynbatch.json"]
 

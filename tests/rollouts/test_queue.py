@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -66,15 +65,17 @@ def test_paths_name_transports(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_ahead", [0, 2])
-def test_generation_runs_ahead_only_so_far(max_ahead: int) -> None:
+def test_generation_runs_ahead_only_so_far(
+    max_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue = RolloutQueue()
     assert training_batch(queue) == 0
     for batch in range(max_ahead + 1):
         wait_for_room(queue, batch, max_ahead, timeout=0)
     with pytest.raises(NoRoom, match=f"stands at batch 0; batch {max_ahead + 1} may be"):
         wait_for_room(queue, max_ahead + 1, max_ahead, timeout=0.1)
-    timer = threading.Timer(0.2, publish_progress, (queue, 1))
-    timer.start()
+    # Between two looks.
+    monkeypatch.setattr("time.sleep", lambda seconds: publish_progress(queue, 1))
     wait_for_room(queue, max_ahead + 1, max_ahead, timeout=20)
     assert training_batch(queue) == 1
     queue.publish("progress", "x")

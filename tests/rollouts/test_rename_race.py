@@ -65,7 +65,7 @@ def test_a_writer_that_loses_to_the_end_is_refused(
 ) -> None:
     other = RolloutDirectory(directory.path)
     faster(monkeypatch, directory.path, other.finish)
-    with pytest.raises(RolloutDataError, match="the run is finished after 1 batches"):
+    with pytest.raises(RolloutDataError, match="the run is finished after 1 batch;"):
         directory.write(tagged(2))
     assert directory.state(1) == "end"
     assert [name for name in os.listdir(directory.path) if name.startswith(".")] == []

@@ -27,7 +27,7 @@ def feed(batches: list[list[Sample]], **options: object) -> StepFeed:
     chosen = PlanOptions(
         max_tokens_per_gpu=16, oversize="drop", leftover=leftover, rollouts_per_step=rollouts
     )  # type: ignore[arg-type]
-    return StepFeed(queue, ParallelLayout(), chosen, batch_timeout=5.0, **options)  # type: ignore[arg-type]
+    return StepFeed(queue, ParallelLayout(), chosen, batch_timeout=600.0, **options)  # type: ignore[arg-type]
 
 
 def train(steps: StepFeed) -> list[int]:
@@ -83,7 +83,7 @@ def test_all_ranks_end_with_the_same_error() -> None:
     errors: dict[int, str] = {}
 
     def rank(number: int) -> None:
-        exchange = Exchange(store, number, 2, timeout=20.0)
+        exchange = Exchange(store, number, 2, timeout=600.0)
         steps = feed([MASKED] * 3, exchange=exchange, dp_rank=0)
         try:
             train(steps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +25,12 @@ def sample(number: int, rollout_id: int | None = None, *, trained: bool = True) 
 
 
 def directory(path: Path, sizes: list[int], *, end: bool = True) -> RolloutDirectory:
-    """Batches of one-sample rollouts, numbered on through all batches from 1."""
+    """Batches of rollouts, numbered on through all batches from 1; even ones have two samples."""
     rollouts = RolloutDirectory(path)
     number = 0
     for size in sizes:
-        rollouts.write([sample(number + i + 1, i) for i in range(size)])
+        fan_out = [i for i in range(size) for _ in range(1 + (number + i) % 2)]
+        rollouts.write([sample(number + i + 1, i) for i in fan_out])
         number += size
     if end:
         rollouts.finish()
@@ -43,12 +43,12 @@ def feed(source: RolloutDirectory, **options: object) -> StepFeed:
 
 
 def trained_numbers(steps: StepFeed, limit: int = 100) -> list[list[int]]:
-    """First tokens of the samples of each step, until the end or ``limit`` steps."""
+    """First tokens of the rollouts of each step, until the end or ``limit`` steps."""
     seen: list[list[int]] = []
     while len(seen) < limit and (step := steps.open_step()) is not None:
         rows = step.step_plan.samples
-        seen.append([int(step.samples[row].tokens[0]) for row in rows])
-        assert steps.finish_step() == len(rows)
+        seen.append(list(dict.fromkeys(int(step.samples[row].tokens[0]) for row in rows)))
+        assert steps.finish_step() == len(seen[-1])
     return seen
 
 
@@ -66,6 +66,40 @@ def test_carry_puts_leftovers_first_in_the_next_batch_and_loses_none(tmp_path: P
 def test_a_batch_too_small_for_a_step_is_carried_whole(tmp_path: Path) -> None:
     steps = feed(directory(tmp_path / "r", [1, 1, 1, 1]), rollouts_per_step=3, leftover="carry")
     assert trained_numbers(steps) == [[1, 2, 3], [4]]
+
+
+def test_carried_rollouts_weigh_as_much_as_new_ones(tmp_path: Path) -> None:
+    """Steps of three; each batch has two rollouts, of five and of two trained tokens."""
+    source = RolloutDirectory(tmp_path / "r")
+    for _ in range(3):
+        source.write(
+            [
+                Sample([1, 2, 3, 4], loss_mask=[1, 1, 0], rollout_id=0),
+                Sample([1, 2, 3, 4], loss_mask=[1, 1, 1], rollout_id=0),
+                Sample([5, 6, 7], loss_mask=[1, 0], rollout_id=1),
+                Sample([5, 6, 7], loss_mask=[0, 1], rollout_id=1),
+            ]
+        )
+    source.finish()
+    steps = feed(source, rollouts_per_step=3, leftover="carry")
+    # Batch 0 is carried whole; one rollout of batch 1 is carried on to batch 2.
+    for _ in range(2):
+        step = steps.open_step()
+        assert step is not None and step.step_plan.loss_denominator == 3
+        weights: dict[int, float] = {}
+        for k in range(step.num_microbatches):
+            batch = step.micro_batch(k)
+            starts = batch.cu_seqlens_padded.tolist()
+            for place, row in enumerate(batch.sample_rows):
+                own = batch.token_weights[starts[place] : starts[place + 1]]
+                trained = own[own != 0].tolist()
+                short = int(step.samples[row].tokens[0]) == 5
+                assert trained == [0.5] if short else trained in ([0.2] * 2, [0.2] * 3)
+                rollout = int(step.plan.index.rollout_indices[row])
+                weights[rollout] = weights.get(rollout, 0.0) + sum(trained)
+        assert sorted(weights.values()) == pytest.approx([1.0] * 3)
+        steps.finish_step()
+    assert steps.open_step() is None
 
 
 def test_drop_is_counted(tmp_path: Path) -> None:
@@ -164,7 +198,7 @@ def test_the_open_step_must_be_finished_first(tmp_path: Path) -> None:
 def test_micro_batches_end_at_the_planned_count(tmp_path: Path) -> None:
     step = feed(directory(tmp_path / "r", [3])).open_step()
     assert step is not None and step.num_microbatches == 1
-    with pytest.raises(IndexError, match="has 1 micro-batches on DP rank 0; micro-batch 1"):
+    with pytest.raises(IndexError, match="has 1 micro-batch on DP rank 0; micro-batch 1"):
         step.micro_batch(1)
 
 
@@ -245,8 +279,8 @@ def versioned(number: int, version: int | None) -> Sample:
 def stale_source(path: Path) -> RolloutDirectory:
     source = RolloutDirectory(path)
     source.write([versioned(1, 0)])
-    source.write([versioned(2, 0), versioned(3, 1), versioned(4, None)])
-    source.write([versioned(5, 0), versioned(6, 0)])
+    source.write([versioned(2, 0), versioned(3, 1), versioned(3, 1), versioned(4, None)])
+    source.write([versioned(5, 0), versioned(5, 0), versioned(6, 0)])
     source.write([versioned(7, 2), versioned(8, 1)])
     source.finish()
     return source
@@ -322,13 +356,12 @@ def test_the_next_batch_is_ready_before_it_is_asked_for(tmp_path: Path) -> None:
     assert steps.open_step() is not None
     prefetch = steps._prefetch
     assert prefetch is not None and prefetch.batch_id == 1
-    while not prefetch.is_done:
-        time.sleep(0.01)
+    assert prefetch._done.wait(60)
     shutil.rmtree(tmp_path / "r")  # everything was read
     steps.finish_step()
     step = steps.open_step()
     assert step is not None and step.batch_id == 1 and step.wait_seconds > 0
-    assert step.micro_batch(0).tokens.tolist()[0][::3] == [3, 4]
+    assert step.micro_batch(0).tokens.tolist()[0][::3] == [3, 4, 4]
 
 
 def test_a_batch_is_packed_ahead_though_the_user_looks_at_it(tmp_path: Path) -> None:
@@ -384,7 +417,7 @@ def test_samples_can_be_completed_when_a_batch_opens(tmp_path: Path) -> None:
     step = steps.open_step()
     assert step is not None
     values = step.micro_batch(0).columns["values"]
-    assert values.tolist() == [[0.5, 0.5, 0.0, 1.5, 1.5, 0.0]]
+    assert values.tolist() == [[0.5, 0.5, 0.0, 1.5, 1.5, 0.0, 2.5, 2.5, 0.0]]
     steps.finish_step()
     assert trained_numbers(steps) == [[3], [4]]
     assert opened == [0, 1]

@@ -161,7 +161,7 @@ def test_all_ranks_hear_of_it_before_the_first_step(path: Path) -> None:
     options = PlanOptions(max_tokens_per_gpu=16)
 
     def feed(rank: int) -> StepFeed:
-        exchange = Exchange(store, rank, 2, timeout=5.0)
+        exchange = Exchange(store, rank, 2, timeout=600.0)
         ledger = Ledger(path.parent / "none" / "ledger")
         return StepFeed(queue, ParallelLayout(dp=2), options, exchange=exchange, ledger=ledger)
 

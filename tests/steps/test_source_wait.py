@@ -25,8 +25,8 @@ def test_a_mistyped_path_is_an_error_on_all_ranks_and_is_not_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = dist.HashStore()
-    exchanges = [Exchange(store, rank, 2, timeout=9.0) for rank in range(2)]
-    first, second = (feed(tmp_path / "rolouts", batch_timeout=9.0, exchange=e) for e in exchanges)
+    exchanges = [Exchange(store, rank, 2, timeout=600.0) for rank in range(2)]
+    first, second = (feed(tmp_path / "rolouts", batch_timeout=600.0, exchange=e) for e in exchanges)
     first.path_timeout = 0.1
     errors: list[BaseException] = []
 
@@ -54,13 +54,23 @@ def test_how_long_is_waited(tmp_path: Path) -> None:
     assert feed(tmp_path, batch_timeout=900.0, wait_for_path=True).path_timeout == 900.0
 
 
-def test_a_rollout_side_that_comes_later_is_waited_for(tmp_path: Path) -> None:
+def test_a_rollout_side_that_comes_later_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps = feed(tmp_path / "r", wait_for_path=True)
-    timer = threading.Timer(0.3, lambda: RolloutDirectory(tmp_path / "r").write(SAMPLES))
-    timer.start()
+    looks: list[bool] = []
+    look = RolloutDirectory.is_there
+
+    def is_there(directory: RolloutDirectory) -> bool:
+        looks.append(look(directory))
+        if len(looks) == 2:
+            monkeypatch.undo()
+            RolloutDirectory(tmp_path / "r").write(SAMPLES)
+        return looks[-1]
+
+    monkeypatch.setattr(RolloutDirectory, "is_there", is_there)
     step = steps.open_step()
-    timer.join()
-    assert step is not None and step.batch_id == 0
+    assert looks == [False, False] and step is not None and step.batch_id == 0
     assert RolloutDirectory(tmp_path / "r").published("layout") is not None
     steps.close()
 
