@@ -39,7 +39,7 @@ readme-numbers:  ## figures of README and docs, from benchmarks/results
 	$(PYTHON3) -m benchmarks.readme_numbers
 
 parity: $(OTHER_MEGATRONS)  ## every layout and option of the parity suite; writes docs/parity.md
-	PARITY=full $(PYTEST) tests/parity
+	PARITY=full $(PYTEST) $(PARALLEL) tests/parity
 
 test-versions: $(OTHER_MEGATRONS)  ## the same trainings on every supported megatron-core
 	$(PYTEST) tests/versions tests/parity/test_versions.py
@@ -60,7 +60,7 @@ MUTANTS ?= 24
 mutants-sample: $(INSTALLED)  ## MUTANTS=24 of them, chosen by the commit; fails on survivors not on the page
 	$(BIN)/python -m tests.mutants --sample $(MUTANTS)
 
-kills: $(INSTALLED)  ## a training stopped at every durable write, in every way, and restarted (15 minutes)
+kills: $(INSTALLED)  ## a training stopped at every durable write, in every way, and restarted (25 minutes)
 	KILLS=full $(PYTEST) --timeout 3600 -s tests/reliability/test_kills.py
 
 memory: $(INSTALLED)  ## 500 steps of varying shapes: resident memory and live tensors
@@ -85,7 +85,7 @@ gpu-check: $(INSTALLED)  ## kernels against float64 on this machine's GPU, and t
 docs: $(INSTALLED)  ## the documentation as a site in site/; a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-report-check: $(INSTALLED)  ## RUN=DIR: the report page in headless Chromium at two widths
+report-check: $(INSTALLED)  ## RUN=DIR: the report page in headless Chromium: four widths, light and dark
 	$(BIN)/python -m tests.browser.check_report $(RUN)
 
 package-check: $(INSTALLED)  ## DIST=DIR: sdist and wheel; the wheel in new environments

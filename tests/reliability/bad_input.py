@@ -397,6 +397,13 @@ SHOWN_ELSEWHERE = {
     "--dynamic-global-batch cannot be used like this": (
         "tests/hooks/test_arguments.py::test_wrong_command_lines_are_told_before_training"
     ),
+    "…: its row in docs/parity.md": (
+        "tests/hooks/test_traits.py::test_a_row_stands_from_a_version_on"
+    ),
+    "… with …: no parity test has both": (
+        "tests/hooks/test_command_lines.py"
+        "::test_a_pair_that_is_refused_says_which_and_what_to_write"
+    ),
     "--keep-batches": (
         "tests/hooks/test_arguments.py::test_wrong_command_lines_are_told_before_training"
     ),

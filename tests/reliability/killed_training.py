@@ -10,6 +10,7 @@ FOLDER/killed-k is made when place k acts.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import sys
@@ -29,6 +30,10 @@ MEGATRONS = {
     "optimizer step": ENTRY,  # after: weights are changed, no counter is
     "hand-over": ENTRY,  # ranks compare a batch
 }
+
+
+SECONDS = 400
+"""More than any attempt takes."""
 
 
 def place_of_attempt() -> Failpoint | None:
@@ -101,6 +106,7 @@ def main() -> None:
     """See the module."""
     from megatron_dynbatch.run import Launch, prepare, run_target
 
+    faulthandler.dump_traceback_later(SECONDS)  # a hang says where
     failpoints.arm(place_of_attempt())
     prepare(cpu=True)
     set_places()

@@ -48,6 +48,8 @@ MENDER = {
     "leftovers": ("leftover-move", "leftover"),
     "torn tracker": ("tracker-mend", "tracker-mend-move"),
 }
+# Passed only before there is any note; any attempt may leave the first.
+FIRST = ("notes:after",)
 # After these it is mended, and no later attempt comes there.
 MENDED = ("ledger-mend-move:after", "tracker-mend-move:after")
 NUM_LEFTOVERS = 9
@@ -102,10 +104,12 @@ def chains(seed: int = 5) -> list[Chain]:
 
     def jobs(found: Sequence[str], **how: Any) -> list[Chain]:
         """Kills in groups of nearly one size, what was tolerated last."""
+        first = [place for place in found if place.startswith(FIRST)]
         last = [place for place in found if place.startswith(MENDED)]
-        rest = [place for place in found if place not in last]
-        count = max(len(last), -(-len(found) // CHAIN))
-        return [Chain((*rest[k::count], *last[k::count]), **how) for k in range(count)]
+        rest = [place for place in found if place not in (*first, *last)]
+        count = max(len(first), len(last), -(-len(found) // CHAIN))
+        ordered = [(*first[k::count], *rest[k::count], *last[k::count]) for k in range(count)]
+        return [Chain(places, **how) for places in ordered]
 
     made = jobs(places({name: WRITES[name] for name in TRAINER}))
     made = [Chain((*job.places, *tolerated[k :: len(made)][:1])) for k, job in enumerate(made)]

@@ -21,7 +21,9 @@ SIZES = (5, 3, 7)
 def queue(*sizes: int, finished: bool = True) -> RolloutQueue:
     rollouts = RolloutQueue("rollouts")
     for size in sizes:
-        rollouts.write([Sample([1, 2], 1, rollout_id=n) for n in range(size)])
+        # One sample and two in turns: a schedule counts rollouts.
+        fan_out = [n for n in range(size) for _ in range(1 + n % 2)]
+        rollouts.write([Sample([1, 2], 1, rollout_id=n) for n in fan_out])
     if finished:
         rollouts.finish()
     return rollouts
@@ -69,7 +71,7 @@ def test_what_is_expected_at_the_start(
     else:
         horizon = flags["lr_decay_samples"]
         (line,) = said
-        assert f"the LR schedule is {horizon} rollouts long, but {expected} will be trained" in line
+        assert f"schedule is {horizon:,} rollouts long, but {expected} will be trained" in line
 
 
 def test_an_open_run_is_judged_at_its_end() -> None:
