@@ -39,13 +39,22 @@ class BuildAll(build_py):
         shutil.copytree(HERE / "examples", target, ignore=no_bytecode)
 
 
-def readme() -> str:
-    """README.md with relative links made absolute: an index shows it without the other files."""
+def repository() -> str | None:
+    """Where the sources are, if pyproject.toml says so."""
     project = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project.get("urls", {}).get("Repository")
+
+
+def readme(home: str | None) -> str:
+    """README.md for an index, which shows it without the other files.
+
+    Relative links lead into the repository; without one their texts are left, and no pictures.
+    """
     version = runpy.run_path(str(HERE / PACKAGE / "_version.py"))["__version__"]
-    home = project["urls"]["Repository"]
 
     def absolute(link: re.Match[str]) -> str:
+        if home is None:
+            return "" if link[1] else link[2]
         kind = "raw" if link[1] else "blob"
         return f"{link[1]}[{link[2]}]({home}/{kind}/v{version}/{link[3]})"
 
@@ -55,6 +64,6 @@ def readme() -> str:
 
 setup(
     cmdclass={"build_py": BuildAll},
-    long_description=readme(),
+    long_description=readme(repository()),
     long_description_content_type="text/markdown",
 )

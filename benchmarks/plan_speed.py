@@ -1,6 +1,7 @@
 """Planning time against the number of samples and of ranks, one core, with a plot.
 
     python -m benchmarks.plan_speed --out runs/plan_speed
+    python -m benchmarks.plan_speed --results benchmarks/results/plan_speed.md
 
 Times `make_plan` as a user calls it: validation, steps, packing, placement, search, the plan.
 CPU seconds of the process, the best of a few runs; peak memory of the largest beside them.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import sys
 import time
@@ -20,6 +22,7 @@ import numpy as np
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions, make_plan
 from megatron_dynbatch.plan.distributions import DISTRIBUTIONS, draw_lengths
 from megatron_dynbatch.rollouts.index import SampleIndex
+from megatron_dynbatch.rollouts.limits import MAX_BATCH_ROWS
 
 # (samples, dp) and the seconds that planning may take.
 BAR = {
@@ -27,7 +30,7 @@ BAR = {
     (4096, 128): 0.05,
     (65536, 8): 1.0,
     (65536, 128): 1.0,
-    (1_000_000, 1024): 20.0,
+    (MAX_BATCH_ROWS, 1024): 10.0,
 }
 SWEEP_SIZES = (256, 1024, 4096, 16384, 65536, 262144)
 SWEEP_DP = (1, 4, 8, 32, 128, 512)
@@ -48,12 +51,14 @@ def plan_seconds(distribution: str, num_samples: int, dp: int, repeats: int) -> 
     return best
 
 
-def run_bar(distributions: str) -> tuple[list[dict[str, object]], bool]:
+def run_bar(distributions: str, most_samples: int) -> tuple[list[dict[str, object]], bool]:
     """The sizes with a bar, on every distribution."""
     rows: list[dict[str, object]] = []
     met = True
     print(f"{'samples':>9} {'dp':>5}  " + " ".join(f"{name:>8}" for name in distributions))
     for (num_samples, dp), limit in BAR.items():
+        if num_samples > most_samples:
+            continue
         times = [
             plan_seconds(name, num_samples, dp, 1 if num_samples > 100_000 else 5)
             for name in distributions
@@ -68,6 +73,27 @@ def run_bar(distributions: str) -> tuple[list[dict[str, object]], bool]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"peak memory {peak:.2f} GiB; {'bar met' if met else 'bar missed'}")
     return rows, met
+
+
+def as_table(rows: list[dict[str, object]], distributions: str) -> str:
+    """The file of results, which `readme_numbers` reads."""
+    lines = [
+        "# Planning time", "",
+        "Written by `python -m benchmarks.plan_speed --results`: CPU seconds of `make_plan` on one",
+        "core of a machine with 2, the best of five plans (one above 100,000 samples), for the",
+        "named sets of lengths A to G. "
+        f"The machine's load was {os.getloadavg()[1]:.1f} in the last five minutes"
+        + ("." if os.getloadavg()[1] < 1.5 else ": other work makes these times longer."), "",
+        "| samples | DP ranks | " + " | ".join(distributions) + " | bar |",
+        "|---|---|" + "---|" * (len(distributions) + 1),
+    ]  # fmt: skip
+    for (num_samples, dp), limit in BAR.items():
+        own = {row["distribution"]: row["seconds"] for row in rows
+               if (row["num_samples"], row["dp"]) == (num_samples, dp)}  # fmt: skip
+        if own:
+            seconds = " | ".join(f"{own[name]:.3f}" for name in distributions)
+            lines.append(f"| {num_samples:,} | {dp} | {seconds} | {limit} |")
+    return "\n".join(lines) + "\n"
 
 
 def plot(path: Path, distributions: str) -> None:
@@ -98,9 +124,13 @@ def main() -> int:
     """Measure, print, plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for plan_speed.json and plan_speed.png")
+    parser.add_argument("--results", type=Path, metavar="MD", help="write the table to a file")
     parser.add_argument("--distributions", default="".join(DISTRIBUTIONS))
+    parser.add_argument("--most-samples", type=int, default=MAX_BATCH_ROWS, help="none larger")
     args = parser.parse_args()
-    rows, met = run_bar(args.distributions)
+    rows, met = run_bar(args.distributions, args.most_samples)
+    if args.results:
+        args.results.write_text(as_table(rows, args.distributions), encoding="utf-8")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "plan_speed.json").write_text(json.dumps(rows, indent=1))

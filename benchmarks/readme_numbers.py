@@ -103,6 +103,16 @@ def packer_cases() -> str:
     return str(len(re.findall(r"^ours  ", _read("plan_quality.md"), re.M)))
 
 
+def plan_seconds() -> str:
+    """The longest of the plans of 65,536 samples, over sets of lengths and ranks."""
+    rows = re.findall(r"(?m)^\| 65,536 \| \d+ \| (.*) \| [\d.]+ \|$", _read("plan_speed.md"))
+    return f"{max(float(seconds) for row in rows for seconds in row.split(' | ')):.2f}"
+
+
+def _demo(row: str) -> str:
+    return _found(rf"(?m)^\| {row} \| (.*) \|$", _read("demo.md"))[1]
+
+
 def own_loop_lines() -> str:
     """Lines of the example with a loop of its own."""
     return str(len((ROOT / "examples" / "own_loop_mcore.py").read_text().splitlines()))
@@ -122,6 +132,13 @@ FIGURES: dict[str, Callable[[], str]] = {
     "sums-loop": lambda: _bar()[2],
     "packers": packers,
     "packer-cases": packer_cases,
+    "plan-seconds": plan_seconds,
+    "demo-steps": lambda: _demo("steps"),
+    "demo-sizes": lambda: _demo("rollouts per step"),
+    "demo-before": lambda: _demo("mean reward, first fifth of the steps"),
+    "demo-after": lambda: _demo("mean reward, last fifth"),
+    "demo-dropped": lambda: _demo("samples that never train, if the rest is dropped"),
+    "demo-torn": lambda: _demo("rollouts that lose samples or are torn in two"),
     "own-loop-lines": own_loop_lines,
     "async-turns": lambda: _asynchronous("0", 2),
     "async-ahead": lambda: _asynchronous("1", 2),

@@ -19,7 +19,9 @@ Real size, an 8B model on 8 GPUs:
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model /shared/model --eval-iters 0 \
         --load /shared/checkpoint --finetune --save /shared/run --save-interval 100
 
-To see that it is right: megatron-dynbatch verify examples/custom_loss.py
+To see that it is right:
+
+    megatron-dynbatch verify examples/custom_loss.py
 """
 
 from megatron.core import mpu

@@ -93,7 +93,7 @@ def publish(version: int, model: Sequence[Any]) -> None:
     weights = full_weights(model)
     if dist.get_rank() == 0:
         args = get_args()
-        path = args.weights_dir / f"weights-{version:08d}.pt"
+        path = args.weights_dir.resolve() / f"weights-{version:08d}.pt"
         args.weights_dir.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         torch.save(weights, temporary)

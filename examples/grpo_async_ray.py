@@ -39,6 +39,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ from megatron_dynbatch.plan.handshake import write_planned
 from megatron_dynbatch.rollouts import RolloutCollector, RolloutTransport, open_transport
 from megatron_dynbatch.rollouts.flow import published_weights, wait_for_weights
 from megatron_dynbatch.rollouts.ray_local import start_local_ray
+from megatron_dynbatch.wording import counted
 
 Engine = Callable[[str, int], Policy]
 
@@ -135,7 +137,25 @@ def generate(
                 line = {"batch_id": batch_id, "time": time.time(), "dropped": collector.num_dropped}
                 with ledger.open("a") as file:
                     print(json.dumps(line), file=file, flush=True)
-    transport.finish()
+
+
+def generate_in_thread(
+    transport: RolloutTransport, workers: Sequence[Any], **options: Any
+) -> Future[None]:
+    """Start `generate`; the run is closed at its end, also at an error: training then ends too."""
+    result: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            generate(transport, workers, **options)
+            result.set_result(None)
+        except BaseException as error:
+            result.set_exception(error)
+        finally:
+            transport.finish()
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
 
 
 def launch(args: argparse.Namespace, path: str) -> list[str]:
@@ -168,6 +188,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Generate in Ray workers and train, at the same time."""
     args = parse_arguments(argv)
+    args.out = args.out.resolve()  # Ray's workers have a working directory of their own
     args.out.mkdir(parents=True, exist_ok=True)
     if args.address:
         ray.init(address=args.address, log_to_driver=False)
@@ -179,31 +200,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     workers = [
         ray.remote(Worker).options(num_cpus=0).remote(args.engine, 1) for _ in range(args.workers)
     ]
-    generation = threading.Thread(
-        target=generate,
-        args=(transport, workers),
-        kwargs={
-            "num_batches": args.batches,
-            "groups_per_batch": args.groups,
-            "max_staleness": args.max_staleness,
-            "ledger": args.out / "generation.jsonl",
-        },
-        daemon=True,
+    generation = generate_in_thread(
+        transport,
+        workers,
+        num_batches=args.batches,
+        groups_per_batch=args.groups,
+        max_staleness=args.max_staleness,
+        ledger=args.out / "generation.jsonl",
     )
-    generation.start()
+    try:
+        train_while_generating(args, path)
+    finally:  # why there are no more rollouts, rather than that there are none
+        if generation.done():
+            generation.result()
+    generation.result()
+    ray.shutdown()
+
+
+def train_while_generating(args: argparse.Namespace, path: str) -> None:
+    """Train from a Ray address until the run is closed; a line per step."""
     train(
         launch(args, path),
         args.out / "steps.jsonl",
         args.out / "training.log",
         lambda report: print(
             f"step {report.iteration}: batch {report.batch_id}, "
-            f"{report.step_global_batch_size} rollouts, waited {report.wait_time or 0:.1f} s",
+            f"{counted(report.step_global_batch_size, 'rollout')}, "
+            f"waited {report.wait_time or 0:.1f} s",
             flush=True,
         ),
         num_processes=args.processes,
     )
-    generation.join()
-    ray.shutdown()
 
 
 if __name__ == "__main__":

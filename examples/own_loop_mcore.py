@@ -41,6 +41,7 @@ from megatron_dynbatch import RolloutDirectory
 from megatron_dynbatch.losses import megatron_loss, sft
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.steps import Exchange, StepFeed
+from megatron_dynbatch.wording import counted
 
 
 def parse_arguments(argv=None):
@@ -210,7 +211,8 @@ def train(args, prepare=lambda model, optimizer: None):
         records.append((size, loss, grad_norm, learning_rate))
         if mpu.is_pipeline_last_stage() and mpu.get_data_parallel_rank() == 0:
             print(
-                f"step {len(records)}: {size} rollouts in {step.num_microbatches} micro-batches, "
+                f"step {len(records)}: {counted(size, 'rollout')} in "
+                f"{counted(step.num_microbatches, 'micro-batch')}, "
                 f"loss {loss:.6f}, grad norm {grad_norm:.4f}, next lr {learning_rate:.3e}",
                 flush=True,
             )

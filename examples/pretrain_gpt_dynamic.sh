@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Megatron-LM's own pretrain_gpt.py, not changed, with steps of any size: nothing but flags.
 #
-#   examples/pretrain_gpt_dynamic.sh                      tiny, on two CPU processes, in a minute
-#   MEGATRON_LM=DIR examples/pretrain_gpt_dynamic.sh      the pretrain_gpt.py of that checkout
+#   bash examples/pretrain_gpt_dynamic.sh                      # tiny, on two CPU processes
+#   MEGATRON_LM=DIR bash examples/pretrain_gpt_dynamic.sh      # pretrain_gpt.py of that checkout
 #
 # Without MEGATRON_LM it runs examples/pretrain_gpt_sft.py, a script of the same shape. Both write
 # $OUT/steps.jsonl, one line per step. PYTHON and OUT may be set; arguments are added to Megatron's.

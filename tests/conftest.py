@@ -16,8 +16,14 @@ from hypothesis import Phase, settings  # noqa: E402
 
 SEED = 1234
 
-# Of the mutation gate: the first failing example is enough.
-settings.register_profile("no-shrinking", phases=[Phase.explicit, Phase.reuse, Phase.generate])
+# Whether an example takes long says nothing on a busy machine.
+settings.register_profile("tests", deadline=None)
+# Of the mutation gate: the same examples each time, and the first that fails is enough.
+settings.register_profile(
+    "mutants", settings.get_profile("tests"), phases=[Phase.explicit, Phase.generate],
+    derandomize=True, database=None,
+)  # fmt: skip
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))
 
 
 @pytest.fixture(autouse=True)

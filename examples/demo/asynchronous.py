@@ -22,6 +22,7 @@ from examples.demo.runs import MAX_TOKENS_PER_GPU, MODEL, NUM_HEADS, SeedRun
 from examples.demo.training import TrainingFailed, read_json_lines, read_reports, train
 from megatron_dynbatch import RolloutDirectory
 from megatron_dynbatch.report import StepReport
+from megatron_dynbatch.wording import counted
 
 BAR = 0.65
 """What the wall time of the asynchronous arm may be, as a part of the synchronous one's."""
@@ -139,7 +140,8 @@ class Arm:
     def _print_step(self, report: StepReport) -> None:
         print(
             f"{self.name} step {report.iteration:>3}/{self.num_batches}  "
-            f"{report.step_global_batch_size:>2} rollouts  waited {report.wait_time or 0:.2f} s",
+            f"{counted(report.step_global_batch_size, 'rollout'):>11}  "
+            f"waited {report.wait_time or 0:.2f} s",
             flush=True,
         )
 
@@ -188,7 +190,7 @@ def run_arms(run: SeedRun, num_batches: int, limit: int, least_seconds: float) -
         Arm("asynchronous", limit, run.folder / "asynchronous", num_batches, least_seconds),
     ]
     for arm in arms:
-        print(f"{arm.name}: rollouts at most {arm.limit} batches old", flush=True)
+        print(f"{arm.name}: rollouts at most {counted(arm.limit, 'batch')} old", flush=True)
         arm.run(run.seed, run.settings.groups, run.warm_up_checkpoint)
     return arms
 
@@ -236,8 +238,9 @@ def comparison_lines(shown: dict[str, Any]) -> list[str]:
         f"{name}: {s['wall_seconds']:.1f} s, {s['loop_seconds']:.1f} s of it after the start-up; "
         f"a batch is generated in {s['generation_seconds']:.2f} s and trained in "
         f"{s['training_seconds']:.2f} s; mean reward {s['reward_first_fifth']:.2f} in the first "
-        f"fifth, {s['reward_last_fifth']:.2f} in the last; {s['rollouts']} rollouts trained, the "
-        f"oldest {s['oldest']} batches old (limit {s['limit']})"
+        f"fifth, {s['reward_last_fifth']:.2f} in the last; "
+        f"{counted(s['rollouts'], 'rollout')} trained, the oldest "
+        f"{counted(s['oldest'], 'batch')} old (limit {s['limit']})"
         for name, s in shown.items()
         if isinstance(s, dict)
     ]
@@ -254,8 +257,9 @@ def ledger_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [
         f"batch {row['batch_id']}: generated {row['generated'][0]:.2f} – {row['generated'][1]:.2f} "
         f"s, trained {row['trained'][0]:.2f} – {row['trained'][1]:.2f} s; "
-        f"{row['trained_rollouts']} rollouts by weights of {row['oldest_version']} batches, "
-        f"{row['age']} batches old; mean reward {row['reward']:.3f}"
+        f"{counted(row['trained_rollouts'], 'rollout')} by weights of "
+        f"{counted(row['oldest_version'], 'batch')}, "
+        f"{counted(row['age'], 'batch')} old; mean reward {row['reward']:.3f}"
         for row in rows
     ]
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dynbatch.report import StepReport
+from megatron_dynbatch.wording import counted
 
 _ROWS_SHOWN = 24
 
@@ -28,8 +29,10 @@ def policy_line(report: StepReport, reward: float, num_steps: int) -> str:
 
 def _sizes(report: StepReport, num_steps: int) -> str:
     return (
-        f"{report.iteration:>3}/{num_steps}  {report.step_global_batch_size:>2} rollouts  "
-        f"{report.num_samples:>3} samples  {report.num_microbatches} micro-batches  "
+        f"{report.iteration:>3}/{num_steps}  "
+        f"{counted(report.step_global_batch_size, 'rollout'):>11}  "
+        f"{counted(report.num_samples, 'sample'):>11}  "
+        f"{counted(report.num_microbatches, 'micro-batch'):<15}  "
         f"lr {report.learning_rate or 0:.1e}"
     )
 

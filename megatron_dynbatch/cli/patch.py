@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dynbatch.wording import counted
+
 if TYPE_CHECKING:
     from megatron_dynbatch.cli.tree import Tree
 
@@ -52,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if args.apply:
         for name, text in patched.items():
             _write(tree.root / tree.module(name).file, text)
-        print(f"patched {len(patched)} files of megatron-core {tree.label} in {tree.root}")
+        files = counted(len(patched), "file")
+        print(f"patched {files} of megatron-core {tree.label} in {tree.root}")
         return 0
     print(source_patch.diff(tree), end="")
     return 0
@@ -85,7 +88,7 @@ def _revert(checkout: Path) -> int:
         if original != text:
             _write(path, original)
             reverted += 1
-    print(f"reverted {reverted} files in {checkout}")
+    print(f"reverted {counted(reverted, 'file')} in {checkout}")
     return 0
 
 

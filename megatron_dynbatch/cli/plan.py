@@ -193,7 +193,7 @@ def _print_table(plan: Plan, steps: list[StepSummary], took: float, unit: str) -
         count = f"{step.num_microbatches} ({step.fewest_microbatches})"
         fill = f"{step.fill:.1%}" if step.fill else "-"
         print(
-            f"{step.step:>4} {step.num_rollouts:>8} {step.num_samples:>8} {step.num_tokens:>11} "
+            f"{step.step:>4} {step.num_rollouts:>8} {step.num_samples:>8} {step.num_tokens:>11,} "
             f"{count:>11} {fill:>6} {step.balance:>8.4f} {step.lockstep:>9.4f} "
             f"{step.num_dummies:>7} {step.num_oversize:>8} {_time(plan, step, unit):>13} "
             f"{step.bubble:>7.1%}"
@@ -211,7 +211,7 @@ def _print_table(plan: Plan, steps: list[StepSummary], took: float, unit: str) -
 def _time(plan: Plan, step: StepSummary, unit: str) -> str:
     if unit == "tokens":
         return f"{step.seconds / plan.options.cost.alpha:,.0f}"
-    return f"{step.seconds:.4g}"
+    return f"{step.seconds:,.0f}" if step.seconds >= 10_000 else f"{step.seconds:.4g}"
 
 
 def _plot(plan: Plan, steps: list[StepSummary], number: int, path: Path) -> None:

@@ -13,6 +13,7 @@ from matplotlib.collections import PatchCollection
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import EngFormatter, Formatter, ScalarFormatter
 from numpy.typing import NDArray
 
 from megatron_dynbatch.plan import Plan
@@ -58,18 +59,25 @@ def draw_step(
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
     passes = "" if plan.layout.pp == 1 else "; thin: forward, thick: backward"
-    axes.set_xlabel(f"predicted time, in units of the cost model{passes}")
-    axes.ticklabel_format(axis="x", useMathText=True)
+    label = f"predicted time, in units of the cost model{passes}"
+    axes.set_xlabel(textwrap.fill(label, max(24, int(width * 9))))
+    axes.xaxis.set_major_formatter(number_format(summary.seconds))
     axes.set_facecolor(IDLE)
     title = _title(plan, summary, name or f"Step {summary.step}")
     lines = [textwrap.fill(line, max(24, int(width * 12))) for line in title.splitlines()]
     axes.set_title("\n".join(lines), loc="left", fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=axes, pad=0.01)
-    bar.set_label("cost of the micro-batch")
+    number = number_format(float(costs.max()))
+    bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=axes, pad=0.01, format=number)
+    bar.set_label("cost of the micro-batch", fontsize=9)
     bar.outline.set_visible(False)
     figure.savefig(path, dpi=150)
+
+
+def number_format(largest: float) -> Formatter:
+    """How an axis writes its numbers: 12M rather than 1.2 and, somewhere else, a power of ten."""
+    return EngFormatter(sep="") if largest >= 10_000 else ScalarFormatter()
 
 
 def _title(plan: Plan, summary: StepSummary, name: str) -> str:
@@ -82,9 +90,9 @@ def _title(plan: Plan, summary: StepSummary, name: str) -> str:
     return (
         f"{name}: {counted(summary.num_rollouts, 'rollout')}, "
         f"{counted(summary.num_samples, 'sample')}, "
-        f"{summary.num_tokens:,} tokens on {sizes or 'one rank'}\n"
+        f"{counted(summary.num_tokens, 'token')} on {sizes or 'one rank'}\n"
         f"{counted(summary.num_microbatches, 'micro-batch')} per rank (bound "
-        f"{summary.fewest_microbatches}), {summary.num_dummies} dummies, balance "
+        f"{summary.fewest_microbatches}), {counted(summary.num_dummies, 'dummy')}, balance "
         f"{summary.balance:.4f}, lock-step {summary.lockstep:.4f}, idle {summary.bubble:.1%}"
     )
 

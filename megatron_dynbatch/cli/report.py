@@ -169,9 +169,9 @@ def times_section(reports: Sequence[StepReport], out: Path) -> str:
         png=out / "times.png",
         narrow=out / "times-narrow.png",
         alt="measured over predicted step times",
-        text=f"A point is a step. Half of the steps lie within {deviation:.0%} of the line, which "
-        "begins at what every step takes whatever is in it: the optimizer, start of kernels, "
-        "collectives. megatron-dynbatch fit-cost fits the cost model to these times.",
+        text=f"A point is a step. Half of the steps lie within {deviation:.0%} of the line. Where "
+        "it begins above 0, that is what every step takes whatever is in it: the optimizer, start "
+        "of kernels, collectives. megatron-dynbatch fit-cost fits the cost model to these times.",
     )
 
 

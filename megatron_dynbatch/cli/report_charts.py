@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_dynbatch.cli.plan_plot import number_format
 from megatron_dynbatch.plan import Plan
 from megatron_dynbatch.report import StepReport
 from megatron_dynbatch.wording import counted
@@ -78,10 +79,21 @@ def draw_curves(axes: Axes, title: str, curves: Mapping[str, Curve]) -> None:
         axes.legend(loc="best", ncols=len(curves))
 
 
-def titled(axes: Axes, title: str) -> None:
-    """A title that breaks where the picture is narrow."""
-    room = axes.figure.get_figwidth() - 0.6  # type: ignore[union-attr]
-    axes.set_title(textwrap.fill(title, max(20, int(room / _CHARACTER))))
+def titled(axes: Axes, title: str, beside: float = 0.6) -> None:
+    """A title that breaks where the picture is narrow.
+
+    Args:
+        axes: Of the picture.
+        title: What stands over them.
+        beside: Inches beside the axes, which their ticks' labels take.
+    """
+    axes.set_title(broken(axes, title, beside))
+
+
+def broken(axes: Axes, text: str, beside: float = 0.6) -> str:
+    """A text in lines that are no wider than the axes."""
+    room = axes.figure.get_figwidth() - beside  # type: ignore[union-attr]
+    return textwrap.fill(text, max(20, int(room / _CHARACTER)))
 
 
 def _legend(axes: Axes) -> None:
@@ -117,8 +129,8 @@ def draw_fill(axes: Axes, reports: Sequence[StepReport]) -> None:
     steps = [r.iteration for r in reports]
     extra = [r.num_microbatches - (r.fewest_microbatches or r.num_microbatches) for r in reports]
     for is_extra, colour, label in (
-        (False, ORANGE, "the fewest possible"),
-        (True, "#8f3d00", "more than that"),
+        (False, ORANGE, "as few as possible"),
+        (True, "#8f3d00", "more than the fewest possible"),
     ):
         height = [
             100 * r.fill if (more > 0) == is_extra else 0.0
@@ -167,13 +179,17 @@ def draw_history(
 
 
 def robust_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
-    """Intercept and slope that a few slow steps do not tilt (Theil and Sen: median of slopes)."""
+    """Intercept and slope that a few slow steps do not tilt (Theil and Sen: median of slopes).
+
+    No step takes less than nothing: where the line would begin below 0 it begins at 0.
+    """
     chosen = np.unique(np.linspace(0, x.size - 1, 400).astype(int))
     run = x[chosen] - x[chosen, None]
     rise = y[chosen] - y[chosen, None]
     far = np.abs(run) > 1e-9 * np.abs(x).max()
     slope = max(0.0, float(np.median(rise[far] / run[far]))) if far.any() else 0.0
-    return float(np.median(y - slope * x)), slope
+    start = float(np.median(y - slope * x))
+    return (start, slope) if start >= 0 else (0.0, float(np.median(y / x)))
 
 
 def draw_times(path: Path, predicted: ArrayLike, measured: ArrayLike, width: float = 6.2) -> float:
@@ -195,14 +211,15 @@ def draw_times(path: Path, predicted: ArrayLike, measured: ArrayLike, width: flo
         axes = figure.subplots()
         axes.scatter(x, y, s=16, color=BLUE, alpha=0.6, linewidths=0)
         reach = np.array([0.0, x.max() * 1.05])
-        label = f"{start:.3g} s + {slope:.3g} · predicted"
+        label = f"{start:.3g} s + " * (start > 0) + f"{slope:.3g} s · predicted"
         axes.plot(reach, start + slope * reach, color=ORANGE, lw=1.5, label=label)
         axes.set_xlim(0, reach[1])
         # A few steps with start-up or checkpoint in them would squash all others.
         top = max(float(np.quantile(y, 0.98)), start + slope * float(x.max())) * 1.15
         hidden = int((y > top).sum())
-        axes.set_ylim(min(0.0, start), top)
-        axes.set_xlabel("predicted time, in units of the cost model")
+        axes.set_ylim(0.0, top)
+        axes.xaxis.set_major_formatter(number_format(float(x.max())))
+        axes.set_xlabel(broken(axes, "predicted time, in units of the cost model"))
         axes.set_ylabel("measured seconds, without waiting")
         titled(axes, f"Step times: half of them within {deviation:.0%} of the line")
         if hidden:
@@ -245,17 +262,25 @@ def draw_samples(plan: Plan, step_index: int, path: Path, width: float = WIDE) -
                     color=colours(number % 20),
                 )  # fmt: skip
                 axes.text(
-                    start + length / 2, line, str(number + 1), ha="center", va="center", fontsize=7
-                )
+                    start + length / 2, line, str(number + 1), ha="center", va="center", fontsize=7,
+                    color=ink_on(colours(number % 20)),
+                )  # fmt: skip
                 start += length
         if capacity is not None:
             axes.axvline(capacity, color=INK, lw=1.2, ls="--")
             axes.set_xlim(0, capacity * 1.02)
         axes.set_yticks(range(len(lines)), [name for name, _ in lines])
         axes.invert_yaxis()
-        axes.set_xlabel("tokens (dashed: what a micro-batch may hold)")
+        axes.set_xlabel(broken(axes, "tokens (dashed: what a micro-batch may hold)", 1.6))
         titled(
             axes,
             f"{counted(step.step_global_batch_size, 'rollout')}, "
             f"{counted(step.num_samples, 'sample')}; the numbers are the rollouts'",
+            1.6,
         )
+
+
+def ink_on(colour: tuple[float, float, float, float]) -> str:
+    """Black or white, whichever is read more easily on a colour."""
+    red, green, blue = colour[:3]
+    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"

@@ -17,8 +17,8 @@ _PAGE = """<!doctype html>
 <style>
 :root {{ --ink: #222; --soft: #555; --paper: white; --line: #999; --stripe: #f6f8fb;
   --number: #1f5fa8; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #ddd; --soft: #aaa; --paper: #15181c;
-  --line: #777; --stripe: #1e2329; --number: #7db4f0; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ink: #ddd; --soft: #aaa; --paper: #1a1a1a;
+  --line: #777; --stripe: #242628; --number: #7db4f0; }}
   img {{ filter: invert(.9) hue-rotate(180deg); }} }}
 body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }}
@@ -35,7 +35,9 @@ dt {{ color: var(--soft); }} dd {{ margin: 0; overflow-wrap: anywhere; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }}
 th, td {{ text-align: right; padding: .15rem .6rem; white-space: nowrap; }}
 th {{ border-bottom: 1px solid var(--line); position: sticky; top: 0; background: var(--paper); }}
-tr:nth-child(even) td {{ background: var(--stripe); }} li {{ margin: .3rem 0; }}
+td {{ background: var(--paper); }} tr:nth-child(even) td {{ background: var(--stripe); }}
+th:first-child, td:first-child {{ position: sticky; left: 0; }} th:first-child {{ z-index: 1; }}
+li {{ margin: .3rem 0; }}
 .steps {{ max-height: 30rem; overflow: scroll; border: 1px solid var(--line); }}
 @media (max-width: 600px) {{ body {{ margin: 1rem auto; padding: 0 .6rem; }}
   dl {{ grid-template-columns: 1fr; }} dd {{ margin-bottom: .4rem; }} }}
@@ -156,7 +158,7 @@ def write_page(
 
 
 def _note(rows: int, columns: int, left_out: Sequence[str]) -> str:
-    note = f"{counted(rows, 'row')} of {columns} columns: scroll down and to the right."
+    note = f"{counted(rows, 'row')} of {counted(columns, 'column')}: scroll down and to the right."
     if left_out:
         note += f" Not in the table, but in the step reports: {', '.join(left_out)}."
     return note

@@ -22,7 +22,8 @@ from tests.cli.run_folder import write_run
 
 pytest.importorskip("matplotlib")
 
-from megatron_dynbatch.cli.report_charts import robust_line  # noqa: E402
+from megatron_dynbatch.cli.plan_plot import number_format  # noqa: E402
+from megatron_dynbatch.cli.report_charts import INK, ink_on, robust_line  # noqa: E402
 from megatron_dynbatch.cli.report_page import write_page  # noqa: E402
 
 
@@ -110,6 +111,15 @@ def test_the_line_begins_where_the_cloud_does_and_slow_steps_do_not_tilt_it() ->
     assert robust_line(x, y) == pytest.approx((3.0, 0.5))
     # Without any relation there is no slope below 0, and the line is the middle.
     assert robust_line(np.ones(3), np.array([1.0, 2.0, 9.0])) == (2.0, 0.0)
+    # No step takes less than nothing: the line through 0 then, with the middle of the ratios.
+    assert robust_line(np.array([2.0, 4.0, 5.0]), np.array([1.0, 4.0, 6.0])) == (0.0, 1.0)
+
+
+def test_numbers_of_axes_and_their_ink_can_be_read() -> None:
+    assert number_format(1.5e7)(1.25e7) == "12.5M"
+    assert [ink_on(colour) for colour in ((0.12, 0.47, 0.71, 1.0), (1.0, 0.73, 0.47, 1.0))] == [
+        "white", INK
+    ]  # fmt: skip
 
 
 def test_rewards_come_from_the_rollouts_and_count_a_rollout_once(tmp_path: Path) -> None:

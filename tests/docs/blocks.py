@@ -15,7 +15,11 @@ EXAMPLES = sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob(
 
 _FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.M | re.S)
 # Lines of a shell script that are no commands to look at.
-_PASSED_OVER = re.compile(r"#|[a-z_]+=\$\(|ray start|cd ")
+_PASSED_OVER = re.compile(r"#|[a-z_]+=\$\(")
+# In an example: indented, and alone on its lines.
+_EXAMPLE_COMMAND = re.compile(
+    r"^ {2,}((?:MEGATRON_LM=\S+ )?(?:torchrun|python|bash|megatron-dynbatch) (?:.*\\\n)*.*)$", re.M
+)
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,15 @@ def command_lines(text: str) -> Iterator[list[str]]:
 
 
 def example_commands(path: Path) -> Iterator[list[str]]:
-    """The torchrun commands in the docstring or the comments of an example."""
+    """The commands in the docstring or the comments of an example."""
     text = re.sub(r"^# ?", "", path.read_text(encoding="utf-8"), flags=re.M)
     text = text.partition("set -euo")[0] if path.suffix == ".sh" else text.split('"""')[1]
-    for match in re.finditer(r"^ *(torchrun (?:.*\\\n)*.*)$", text, re.M):
+    for match in _EXAMPLE_COMMAND.finditer(text):
         yield from command_lines(match[1])
+
+
+def inline_commands(page: Path) -> list[list[str]]:
+    """The commands within the sentences of a page, as words."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    found = re.findall(r"`((?:megatron-dynbatch|make|python -m|pip install) [^`\n]+)`", text)
+    return [shlex.split(command) for command in found]

@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from megatron_dynbatch.cli.main import build_parser
-from tests.docs.blocks import EXAMPLES, PAGES, blocks, command_lines, example_commands
+from megatron_dynbatch.cli.main import COMMANDS, build_parser
+from tests.docs.blocks import (
+    EXAMPLES,
+    PAGES,
+    blocks,
+    command_lines,
+    example_commands,
+    inline_commands,
+)
 from tests.pool import ROOT, run_ranks
 
 PYTHON = [page for page in PAGES if blocks(page, "python")]
@@ -140,12 +147,28 @@ def test_other_commands_exist() -> None:
             script = next(w for w in words if w.endswith((".sh", ".py")))
             assert (ROOT / script).is_file(), f"{place}: {script}"
         else:
-            known = ("git", "pre-commit", "docker")
+            known = ("git", "pre-commit", "docker", "ray")
             assert name in known, f"{place}: {name!r} is not looked at by this test"
 
 
+def test_commands_within_sentences_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    extras = set(re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text(), re.M))
+    found = [(page.name, words) for page in PAGES for words in inline_commands(page)]
+    assert len(found) > 50
+    for name, (program, *rest) in found:
+        if program == "make":
+            assert {word for word in rest if "=" not in word} <= targets, f"{name}: make {rest}"
+        elif program == "python":
+            assert find_spec(rest[1]) is not None, f"{name}: {rest[1]}"
+        elif program == "pip":
+            for group in re.findall(r"\[([a-z,]+)\]", " ".join(rest)):
+                assert set(group.split(",")) <= extras, f"{name}: {rest}"
+        elif rest[0] not in ("…", "COMMAND", "--help"):
+            assert rest[0] in COMMANDS, f"{name}: {rest[0]}"
+
+
 def test_the_page_of_flags_names_every_flag_and_command() -> None:
-    from megatron_dynbatch.cli.main import COMMANDS
     from megatron_dynbatch.hooks.arguments import _add_flags
 
     parser = argparse.ArgumentParser(add_help=False)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 
 from tests.pool import run_ranks
 
 
-def launch(size: int, arguments: list[str]) -> None:
-    """What `torchrun -m megatron_dynbatch.run --cpu` does with these arguments."""
+def launch(size: int, arguments: list[str], environment: Mapping[str, str] | None = None) -> None:
+    """What `torchrun -m megatron_dynbatch.run --cpu` does with these arguments.
+
+    Args:
+        size: Processes.
+        arguments: The script's name or --module NAME, and its flags.
+        environment: Variables that the processes get, whatever they were forked from.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    run_ranks(size, _launch_rank, arguments, port, process_group=False)
+    run_ranks(size, _launch_rank, arguments, port, dict(environment or {}), process_group=False)
 
 
-def _launch_rank(arguments: list[str], port: int) -> None:
+def _launch_rank(arguments: list[str], port: int, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
     from megatron_dynbatch import hooks
     from megatron_dynbatch.run import parse_launch, run_target
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,8 @@ def test_no_trained_rollout_is_older_than_the_limit(tmp_path: Path) -> None:
     assert summary["asynchronous"]["oldest"] == max(row.age for row in rows)
     assert len(summary["asynchronous"]["ledger"]) == NUM_BATCHES
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<tr>") == 1 + NUM_BATCHES and page.count("batches old; mean reward") == 3
+    assert page.count("<tr>") == 1 + NUM_BATCHES
+    assert len(re.findall("batch(?:es)? old; mean reward", page)) == 3
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
     turns.limit = 0
