@@ -31,3 +31,7 @@ class NonFiniteLossError(DynbatchError, FloatingPointError):
 
 class MissingPackage(DynbatchError, ModuleNotFoundError):
     """A package that this part needs is not installed; the message has the pip line."""
+
+
+class PlanError(DynbatchError, ValueError):
+    """A batch that cannot be planned as asked, or a plan that breaks one of its guarantees."""

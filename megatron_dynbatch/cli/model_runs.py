@@ -210,7 +210,7 @@ def _scale_router_losses(step: Step, k: int) -> None:
     """A loss term of the router counts by the tokens of its sample."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    share = int(step.packed(k).total_lengths.sum()) / step.num_tokens
+    share = int(step.packed(k).pack.total_lengths.sum()) / step.num_tokens
     MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor([share], device=step.device)
 
 

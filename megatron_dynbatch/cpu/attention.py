@@ -1,7 +1,7 @@
 """Causal attention over packed sequences, under context parallelism, from plain torch.
 
 Tensors are THD: [tokens of this rank, heads, head size]. With context parallelism the tokens are
-in the zigzag layout of `megatron_dynbatch.layout.zigzag`. Keys and values of all ranks are
+in the zigzag layout of `megatron_dynbatch.geometry`. Keys and values of all ranks are
 gathered and brought into packed order; each sequence then attends on its own, so the cost is that
 of the sequences and not of the square of the pack. The tests hold this against one call of
 torch's attention per sequence, in float64, forward and backward.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dynbatch.layout.zigzag import zigzag_indices
+from megatron_dynbatch.geometry import zigzag_indices
 
 
 class _GatherTokens(torch.autograd.Function):

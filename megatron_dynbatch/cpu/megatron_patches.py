@@ -129,7 +129,7 @@ class _PartitionedIndices:
         Returns:
             int64 [total_tokens / cp_size].
         """
-        from megatron_dynbatch.layout.zigzag import zigzag_indices
+        from megatron_dynbatch.geometry import zigzag_indices
 
         if int(cu_seqlens[-1]) != total_tokens:
             raise ValueError(

@@ -23,7 +23,6 @@ from megatron_dynbatch.hooks.mtp_inputs import inject_mtp_inputs
 from megatron_dynbatch.hooks.padding import inject_padding_mask, router_part
 from megatron_dynbatch.hooks.session import Session
 from megatron_dynbatch.layout.packed_sequence import PackedSequence
-from megatron_dynbatch.layout.zigzag import zigzag_indices
 from megatron_dynbatch.steps import Step
 
 
@@ -115,11 +114,11 @@ def aux_scales(run: Session, k: int) -> AuxScales:
 def _compute_scales(run: Session, k: int) -> AuxScales:
     step = _open(run)
     packed = step.packed(k)
-    tokens = int(packed.total_lengths.sum())
+    tokens = int(packed.pack.total_lengths.sum())
     if tokens == 0:
         return AuxScales()
     layout = run.layout
-    world = layout.dp * layout.cp
+    world = layout.dp_cp
     share = tokens / step.num_tokens
     router_ranks = layout.tp * layout.cp
     seen = int(router_values(run, packed, ~packed.padding_mask).sum())
@@ -145,24 +144,17 @@ def _compute_scales(run: Session, k: int) -> AuxScales:
 
 def router_values(run: Session, packed: PackedSequence, values: NDArray[Any]) -> NDArray[Any]:
     """The part of per-token values [S] of a pack that this rank's routers see."""
-    return router_part(run, _on_this_cp_rank(_open(run), packed, values))
+    return router_part(run, packed.pack.local(values, _open(run).cp_rank))
 
 
 def rolled_mask(packed: PackedSequence) -> NDArray[np.float32]:
     """The loss mask of the first MTP depth: shifted left by one inside each sequence, [S]."""
-    rolled = np.roll(packed.loss_mask, -1)
-    rolled[packed.cu_seqlens_padded[1:] - 1] = 0
-    return rolled
+    return packed.pack.following(packed.loss_mask)
 
 
 def _predicted_tokens(step: Step, packed: PackedSequence) -> int:
     """What the first MTP depth is trained on, on this rank."""
-    return int(_on_this_cp_rank(step, packed, rolled_mask(packed)).sum())
-
-
-def _on_this_cp_rank(step: Step, packed: PackedSequence, values: NDArray[Any]) -> NDArray[Any]:
-    """The part of per-token values [S] of a pack that this context-parallel rank holds."""
-    return values[zigzag_indices(packed.cu_seqlens_padded, step.plan.layout.cp, step.cp_rank)]
+    return int(packed.pack.local(rolled_mask(packed), step.cp_rank).sum())
 
 
 def _open(run: Session) -> Step:

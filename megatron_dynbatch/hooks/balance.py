@@ -17,7 +17,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,11 +74,9 @@ def _samples_of_tokens(run: Session, device: torch.device) -> tuple[Tensor, Tens
     """Place in the pack of the sample of each token that routers see, and T of each sample."""
     assert run.step is not None
     packed = run.step.packed(run.current_index)
-    sequences = np.repeat(
-        np.arange(len(packed.cu_seqlens_padded) - 1), np.diff(packed.cu_seqlens_padded)
-    )
-    own = router_values(run, packed, sequences.clip(max=len(packed.total_lengths) - 1))
-    return torch.from_numpy(own).to(device), torch.from_numpy(packed.total_lengths).to(device)
+    lengths = packed.pack.total_lengths
+    own = router_values(run, packed, packed.pack.sample_of_row.clip(max=len(lengths) - 1))
+    return torch.from_numpy(own).to(device), torch.from_numpy(lengths).to(device)
 
 
 def applying_balance_loss(apply: Callable[..., Tensor]) -> Callable[..., Tensor]:

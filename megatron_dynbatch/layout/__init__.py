@@ -1,6 +1,7 @@
 """A micro-batch as tensors: THD packing, padding, and the context-parallel zigzag layout."""
 
 import megatron_dynbatch._torch  # noqa: F401
+from megatron_dynbatch.geometry import zigzag_indices
 from megatron_dynbatch.layout.micro_batch import (
     MicroBatch,
     build_micro_batch,
@@ -9,7 +10,6 @@ from megatron_dynbatch.layout.micro_batch import (
 )
 from megatron_dynbatch.layout.packed_sequence import PackedSequence, pack_samples
 from megatron_dynbatch.layout.stock import stock_batch
-from megatron_dynbatch.layout.zigzag import zigzag_indices
 
 __all__ = [
     "MicroBatch",

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_dynbatch.geometry import PackLayout
+from megatron_dynbatch.geometry.ragged import Int64
 from megatron_dynbatch.layout.packed_sequence import PackedSequence, pack_samples
-from megatron_dynbatch.layout.zigzag import zigzag_indices
 from megatron_dynbatch.plan.types import Plan, StepPlan
-from megatron_dynbatch.reduce.ragged import Int64
-from megatron_dynbatch.reduce.segment_table import SegmentTable, segment_table
+from megatron_dynbatch.reduce.segment_table import SegmentTable, table_of
 from megatron_dynbatch.reduce.weighted_sum import weighted_sums
 from megatron_dynbatch.rollouts.sample import Sample
 
@@ -39,17 +39,14 @@ class MicroBatch:
         token_weights: float64 [T_local], mask ÷ denominator.
         cu_seqlens: int32 [n+1] of the full sequence, cumulative lengths without padding.
         cu_seqlens_padded: int32 [n+1] of the full sequence, cumulative lengths as laid out.
-        max_seqlen: Longest laid-out sequence, in tokens of the full sequence.
         columns: name → float32 [1, T_local]: advantages, log_probs, ref_log_probs,
             rollout_log_probs, values, returns, as far as the samples have them.
         sample_rows: Plan rows of the samples, [B].
         sample_denoms: float64 [B], on the host.
-        total_lengths: int64 [B], tokens of each sample, on the host.
-        response_lengths: int64 [B], response tokens of each sample, on the host.
+        pack: Where each token of the full sequence lies, on the host.
         step: The step this micro-batch belongs to (its G, B, M).
         dp_rank: Data-parallel rank, without context parallelism.
         cp_rank: Context-parallel rank.
-        cp_size: Context-parallel size C.
         summed: Name → values of the T_local tokens of what was summed last, kept so that a NaN in
             the loss can be traced to its sample.
     """
@@ -62,18 +59,34 @@ class MicroBatch:
     token_weights: Tensor
     cu_seqlens: Tensor
     cu_seqlens_padded: Tensor
-    max_seqlen: int
     columns: dict[str, Tensor]
     sample_rows: tuple[int, ...]
     sample_denoms: NDArray[np.float64]
-    total_lengths: Int64
-    response_lengths: Int64
+    pack: PackLayout
     step: StepPlan
     dp_rank: int
     cp_rank: int
-    cp_size: int
-    _padded_lengths: Int64 = field(repr=False)
     summed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def cp_size(self) -> int:
+        """Context-parallel size C of this micro-batch."""
+        return self.pack.cp_size
+
+    @property
+    def max_seqlen(self) -> int:
+        """Longest laid-out sequence, in tokens of the full sequence."""
+        return self.pack.max_seqlen
+
+    @property
+    def total_lengths(self) -> Int64:
+        """int64 [B], tokens of each sample, on the host."""
+        return self.pack.total_lengths
+
+    @property
+    def response_lengths(self) -> Int64:
+        """int64 [B], response tokens of each sample, on the host."""
+        return self.pack.response_lengths
 
     @property
     def num_tokens(self) -> int:
@@ -98,24 +111,18 @@ class MicroBatch:
     @cached_property
     def segments(self) -> SegmentTable:
         """Where each sample's response lies in the local tensors (for `segment_sums`)."""
-        return segment_table(
-            self.total_lengths,
-            self.response_lengths,
-            padded_lengths=self._padded_lengths,
-            num_tokens=self.num_tokens,
-            cp_size=self.cp_size,
-            cp_rank=self.cp_rank,
-        )
+        return table_of(self.pack.response_pieces(self.cp_rank))
 
     def sample_positions(self) -> tuple[Int64, Int64]:
         """For each local token: place of its sample in `sample_rows`, and position in the sample.
 
         Padding behind the samples has places from B upward.
         """
-        cu = self.cu_seqlens_padded.cpu().numpy().astype(np.int64)
-        positions = zigzag_indices(cu, self.cp_size, self.cp_rank)
-        places = np.searchsorted(cu, positions, side="right") - 1
-        return places, positions - cu[places]
+        pack = self.pack
+        return (
+            pack.local(pack.sample_of_row, self.cp_rank),
+            pack.local(pack.position_ids, self.cp_rank),
+        )
 
     def column(self, name: str) -> Tensor:
         """A column as [T_local].
@@ -227,9 +234,7 @@ def build_micro_batch(
         ValueError: See `pack_samples`.
     """
     packed = pack_micro_batch(plan, step_index, dp_rank, k, samples, width=width, columns=columns)
-    return slice_packed(
-        packed, plan.steps[step_index], dp_rank, cp_rank, plan.layout.cp, device=device
-    )
+    return slice_packed(packed, plan.steps[step_index], dp_rank, cp_rank, device=device)
 
 
 def slice_packed(
@@ -237,44 +242,34 @@ def slice_packed(
     step: StepPlan,
     dp_rank: int,
     cp_rank: int,
-    cp_size: int,
     *,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
     """One context-parallel rank's part of a packed sequence, as tensors on `device`."""
-    index = zigzag_indices(packed.cu_seqlens_padded, cp_size, cp_rank) if cp_size > 1 else None
+    pack = packed.pack
     on_host = torch.device(device).type == "cpu"
 
     def tensor(array: NDArray[Any]) -> Tensor:
         made = torch.from_numpy(array)
         return made if on_host else made.to(device, non_blocking=True)
 
-    def local(array: NDArray[Any]) -> NDArray[Any]:
-        return array if index is None else array[index]
-
     def row(array: NDArray[Any]) -> Tensor:
-        return tensor(local(array)[None])
+        return tensor(pack.local(array, cp_rank)[None])
 
     return MicroBatch(
         tokens=row(packed.tokens),
         labels=row(packed.labels),
-        position_ids=row(packed.position_ids),
+        position_ids=row(pack.position_ids),
         loss_mask=row(packed.loss_mask),
         padding_mask=row(packed.padding_mask),
-        token_weights=tensor(local(packed.token_weights)),
-        cu_seqlens=tensor(packed.cu_seqlens),
-        cu_seqlens_padded=tensor(packed.cu_seqlens_padded),
-        max_seqlen=packed.max_seqlen,
+        token_weights=tensor(pack.local(packed.token_weights, cp_rank)),
+        cu_seqlens=tensor(pack.cu_seqlens),
+        cu_seqlens_padded=tensor(pack.cu_seqlens_padded),
         columns={name: row(column) for name, column in packed.columns.items()},
         sample_rows=packed.sample_rows,
         sample_denoms=packed.sample_denoms,
-        total_lengths=packed.total_lengths,
-        response_lengths=packed.response_lengths,
+        pack=pack,
         step=step,
         dp_rank=dp_rank,
         cp_rank=cp_rank,
-        cp_size=cp_size,
-        _padded_lengths=np.diff(packed.cu_seqlens_padded)[: len(packed.sample_rows)].astype(
-            np.int64
-        ),
     )

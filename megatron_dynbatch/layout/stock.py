@@ -16,14 +16,14 @@ def stock_batch(packed: PackedSequence) -> dict[str, Tensor]:
         hands on only one of them without CP and the other one with it; max_seqlen int32 [1]. All
         on the CPU, contiguous.
     """
-    cu_seqlens = packed.cu_seqlens_padded[None]
+    cu_seqlens = packed.pack.cu_seqlens_padded[None]
     arrays = {
         "tokens": packed.tokens[None],
         "labels": packed.labels[None],
         "loss_mask": packed.loss_mask[None],
-        "position_ids": packed.position_ids[None],
+        "position_ids": packed.pack.position_ids[None],
         "cu_seqlens": cu_seqlens,
         "cu_seqlens_padded": cu_seqlens.copy(),
-        "max_seqlen": np.array([packed.max_seqlen], dtype=np.int32),
+        "max_seqlen": np.array([packed.pack.max_seqlen], dtype=np.int32),
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items()}

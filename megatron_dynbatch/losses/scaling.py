@@ -48,7 +48,7 @@ def megatron_loss(
             f"the step's loss denominator B is {step.loss_denominator}; a step without trained "
             "tokens is passed over, never run"
         )
-    shares = step.num_microbatches * layout.dp * layout.cp
+    shares = step.num_microbatches * layout.dp_cp
     factor = 1.0 if calculate_per_token_loss else float(shares)
     num_tokens = _num_tokens(0 if calculate_per_token_loss else 1, l.device)
     loss = (l.reshape(()) if l.dim() else l) * (factor / step.loss_denominator)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_dynbatch.reduce.ragged import Int64
+from megatron_dynbatch.geometry.ragged import Int64
 from megatron_dynbatch.reduce.reference import all_finite, selected
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dynbatch.reduce.ragged import Int64
+from megatron_dynbatch.geometry import ParallelLayout, padded_length
+from megatron_dynbatch.geometry.ragged import Int64
 from megatron_dynbatch.reduce.segment_sums import token_weights
 from megatron_dynbatch.reduce.segment_table import SegmentTable, segment_table
 from megatron_dynbatch.reduce.weighted_sum import weighted_sum
@@ -118,8 +119,7 @@ def _laid_out_lengths(
     if max_seq_lens is None or len(max_seq_lens) != len(total_lengths):
         got = "none" if max_seq_lens is None else str(len(max_seq_lens))
         raise ValueError(f"'bshd' needs {len(total_lengths)} max_seq_lens, got {got}")
-    unit = 1 if cp_size == 1 else 2 * cp_size
-    return -(-np.asarray(max_seq_lens, dtype=np.int64) // unit) * unit
+    return padded_length(np.asarray(max_seq_lens, dtype=np.int64), ParallelLayout(cp=cp_size))
 
 
 def _masks_are_local(lengths: Int64, response: Int64, table: SegmentTable) -> bool:

@@ -1,26 +1,19 @@
-"""Where each sample's response lies in this rank's tensor: the one map between the two layouts.
+"""The response pieces of a micro-batch where the operators can read them."""
 
-A response of R tokens in a sequence of T is predicted at positions T−R−1 … T−2. Context
-parallelism cuts a sequence in chunks, so a rank holds one piece of a response per chunk it owns:
-two with Megatron's zigzag, one when chunks are contiguous. Both cases, and no context parallelism,
-are the same table of (offset in the rank's tensor, offset in the response, length).
-"""
+from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_dynbatch.geometry import ResponsePieces, response_pieces, starts_of
 from megatron_dynbatch.reduce import kernels
 from megatron_dynbatch.reduce.host_sums import Stretches
-from megatron_dynbatch.reduce.ragged import Int64, ragged_arange, starts_of
-
-Layout = Literal["pack", "response"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,55 +32,10 @@ class DeviceSegments:
 
 
 @dataclass(frozen=True, eq=False)
-class SegmentTable:
-    """Pieces of B samples on one context-parallel rank, in the order of the rank's tensor.
+class SegmentTable(ResponsePieces):
+    """Response pieces of a rank, and their copies on devices."""
 
-    Attributes:
-        x_offsets: int64 [B, P] first position of each piece in the rank's tensor.
-        mask_offsets: int64 [B, P] the piece's first entry in the concatenated responses.
-        lengths: int64 [B, P] tokens of each piece, 0 where the rank holds none of it.
-        num_tokens: length of the rank's tensor.
-        num_mask_entries: length of the concatenated responses (masks, log-probs …).
-    """
-
-    x_offsets: Int64
-    mask_offsets: Int64
-    lengths: Int64
-    num_tokens: int
-    num_mask_entries: int
     _copies: dict[torch.device, DeviceSegments] = field(default_factory=dict, repr=False)
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples B."""
-        return self.lengths.shape[0]
-
-    @cached_property
-    def local_lengths(self) -> Int64:
-        """Response tokens of each sample on this rank, int64 [B]."""
-        return self.lengths.sum(1)
-
-    @cached_property
-    def positions(self) -> Int64:
-        """Positions of all local response tokens in the rank's tensor, int64 [Σ lengths]."""
-        return ragged_arange(self.x_offsets.ravel(), self.lengths.ravel())
-
-    @cached_property
-    def sources(self) -> Int64:
-        """Entry of the concatenated responses at each position, int64 [T].
-
-        Where there is none: `num_mask_entries`.
-        """
-        sources = np.full(self.num_tokens, self.num_mask_entries, dtype=np.int64)
-        sources[self.positions] = ragged_arange(self.mask_offsets.ravel(), self.lengths.ravel())
-        return sources
-
-    @cached_property
-    def samples(self) -> Int64:
-        """Sample whose response holds each position; B where none does. int64 [T]."""
-        samples = np.full(self.num_tokens, self.num_samples, dtype=np.int64)
-        samples[self.positions] = np.repeat(np.arange(self.num_samples), self.local_lengths)
-        return samples
 
     @cached_property
     def pieces(self) -> NDArray[np.int32]:
@@ -121,88 +69,19 @@ class SegmentTable:
         return self._copies[device]
 
 
-def chunk_bounds(lengths: Int64, cp_size: int, cp_rank: int, zigzag: bool) -> tuple[Int64, Int64]:
-    """Start and length in its sequence of each chunk this rank owns.
-
-    Args:
-        lengths: [B] laid-out lengths in tokens, divided by the number of chunks.
-
-    Returns:
-        starts int64 [B, P] and lengths int64 [B] (all of a sequence's chunks are equally long).
-    """
-    if cp_size == 1:
-        return np.zeros((lengths.size, 1), dtype=np.int64), lengths
-    if not zigzag:
-        chunk = lengths // cp_size
-        return (cp_rank * chunk)[:, None], chunk
-    chunk = lengths // (2 * cp_size)
-    return np.stack([cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk], 1), chunk
+def segment_table(*lengths: Any, **options: Any) -> SegmentTable:
+    """`response_pieces` of the same arguments, as a table."""
+    return table_of(response_pieces(*lengths, **options))
 
 
-def segment_table(
-    total_lengths: Sequence[int] | Int64,
-    response_lengths: Sequence[int] | Int64,
-    *,
-    padded_lengths: Sequence[int] | Int64 | None = None,
-    num_tokens: int | None = None,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-    layout: Layout = "pack",
-    zigzag: bool = True,
-    masks_are_local: bool = False,
-) -> SegmentTable:
-    """Builds the table of one micro-batch on one rank, on the host.
-
-    Args:
-        total_lengths: [B] tokens of each sample, T.
-        response_lengths: [B] response tokens of each sample, R ≤ T.
-        padded_lengths: [B] lengths as laid out; default: the next multiple of the chunk count.
-        num_tokens: length of the rank's tensor; default: that of the samples alone.
-        cp_size: context-parallel size C.
-        cp_rank: rank in 0 … C−1.
-        layout: "pack": the rank's tensor holds every token of its chunks; "response": only the
-            response tokens of its chunks, sample after sample.
-        zigzag: Chunks r and 2·C−1−r belong to rank r (Megatron); else contiguous: chunk r of C.
-        masks_are_local: The masks hold this rank's response tokens only, already chunked.
-
-    Raises:
-        ValueError: Lists of different lengths, or lengths that do not fit, naming the sample.
-    """
-    total = np.asarray(total_lengths, dtype=np.int64)
-    response = np.asarray(response_lengths, dtype=np.int64)
-    unit = 1 if cp_size == 1 else (2 * cp_size if zigzag else cp_size)
-    if padded_lengths is None:
-        padded = -(-total // unit) * unit
-    else:
-        padded = np.asarray(padded_lengths, dtype=np.int64)
-    _check(total, response, padded, unit)
-
-    starts, chunk = chunk_bounds(padded, cp_size, cp_rank, zigzag)
-    prompt = (total - response)[:, None]
-    # The first token of a sequence has no predictor: its entry lies before position 0.
-    first = np.maximum(starts, np.maximum(prompt - 1, 0))
-    if layout == "response" and cp_size == 1:
-        first = np.maximum(starts - 1, prompt - 1)  # the tensor holds all R entries
-    lengths = np.maximum(np.minimum(starts + chunk[:, None], total[:, None] - 1) - first, 0)
-    if layout == "pack":
-        piece = np.arange(starts.shape[1]) * chunk[:, None]
-        # An empty piece gets an offset too, so that offsets ascend and can be searched.
-        within = np.minimum(first - starts, chunk[:, None])
-        offsets = starts_of(chunk * starts.shape[1])[:, None] + piece + within
-        held = int(chunk.sum()) * starts.shape[1]
-    else:
-        offsets = starts_of(lengths.ravel()).reshape(lengths.shape)
-        held = int(lengths.sum())
-    if masks_are_local:
-        mask_offsets = starts_of(lengths.ravel()).reshape(lengths.shape)
-    else:
-        mask_offsets = starts_of(response)[:, None] + first - (prompt - 1)
+def table_of(pieces: ResponsePieces) -> SegmentTable:
+    """The pieces as a table."""
     return SegmentTable(
-        x_offsets=offsets,
-        mask_offsets=np.where(lengths > 0, mask_offsets, 0),
-        lengths=lengths,
-        num_tokens=held if num_tokens is None else num_tokens,
-        num_mask_entries=int(lengths.sum() if masks_are_local else response.sum()),
+        x_offsets=pieces.x_offsets,
+        mask_offsets=pieces.mask_offsets,
+        lengths=pieces.lengths,
+        num_tokens=pieces.num_tokens,
+        num_mask_entries=pieces.num_mask_entries,
     )
 
 
@@ -211,21 +90,3 @@ def _copy(array: NDArray, device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-def _check(total: Int64, response: Int64, padded: Int64, unit: int) -> None:
-    if not total.shape == response.shape == padded.shape or total.ndim != 1:
-        raise ValueError(
-            f"{total.size} total lengths, {response.size} response lengths and {padded.size} "
-            "padded lengths were given; each sample needs one of each"
-        )
-    for bad, what in (
-        ((response < 0) | (response > total), "has more response tokens than tokens"),
-        (padded < total, "is longer than its padded length"),
-        (padded % unit != 0, f"has a padded length that {unit} does not divide"),
-    ):
-        if bad.any():
-            i = int(np.flatnonzero(bad)[0])
-            raise ValueError(
-                f"sample {i} {what}: total {total[i]}, response {response[i]}, padded {padded[i]}"
-            )

@@ -17,6 +17,7 @@ from typing import Any
 from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.strict_json import parse_json
+from megatron_dynbatch.wording import short
 
 MAX_NAME_BYTES = 255
 """What Linux file systems take as one name."""
@@ -140,16 +141,6 @@ def check_text(what: str, text: Any) -> str:
     if size > MAX_TEXT_BYTES:
         raise RolloutDataError(f"{what} has {size} bytes; at most {MAX_TEXT_BYTES} are read again")
     return text
-
-
-def short(value: Any) -> str:
-    """`repr` of a value from outside, cut where it is long; there for every value."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an int of more digits than Python prints, a deep list
-        text = f"a {type(value).__name__}"
-    text = text.encode(errors="backslashreplace").decode()
-    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _check_kind(path: Path, status: os.stat_result, is_kind: Any, wanted: str) -> None:

@@ -14,7 +14,6 @@ import torch
 from megatron_dynbatch.layout.micro_batch import MicroBatch, pack_micro_batch, slice_packed
 from megatron_dynbatch.layout.packed_sequence import PackedSequence
 from megatron_dynbatch.layout.stock import stock_batch
-from megatron_dynbatch.layout.zigzag import zigzag_indices
 from megatron_dynbatch.plan import Plan, StepPlan
 from megatron_dynbatch.rollouts import Sample
 from megatron_dynbatch.wording import counted
@@ -134,10 +133,7 @@ class Step:
         """
         packed = self.packed(k)
         full = _laid_out(packed, self.samples, name)
-        cp_size = self.plan.layout.cp
-        if cp_size > 1:
-            full = full[zigzag_indices(packed.cu_seqlens_padded, cp_size, self.cp_rank)]
-        return torch.from_numpy(full).to(self.device)
+        return torch.from_numpy(packed.pack.local(full, self.cp_rank)).to(self.device)
 
     def pack_ahead(self, executor: Executor) -> None:
         """Let `executor` make all micro-batches on the host, in order."""
@@ -172,9 +168,7 @@ class Step:
         packed = pack_micro_batch(
             self.plan, self.step_index, self.dp_rank, k, self.samples, width=self.width
         )
-        local = slice_packed(
-            packed, self.step_plan, self.dp_rank, self.cp_rank, self.plan.layout.cp
-        )
+        local = slice_packed(packed, self.step_plan, self.dp_rank, self.cp_rank)
         stock = stock_batch(packed)
         if self.device.type == "cuda":
             local = _changed(local, lambda tensor: tensor.pin_memory())
@@ -210,18 +204,14 @@ def _laid_out(packed: PackedSequence, samples: Mapping[int, Sample], name: str) 
             f"no sample of this rank has an array {name!r}; give it in token_arrays or "
             "response_arrays of each Sample"
         )
-    full = np.zeros((len(packed.tokens), *like.shape[1:]), like.dtype)
-    for sample, start in zip(own, packed.cu_seqlens_padded.tolist(), strict=False):
-        array = _arrays(sample)[name]
-        if name in sample.token_arrays:
-            full[start : start + len(array)] = array
-        else:
-            # Entry j belongs to the prediction of token T − R + j; a first token has no predictor.
-            first = sample.total_length - len(array) - 1
-            skipped = int(first < 0)
-            place = start + first + skipped
-            full[place : place + len(array) - skipped] = array[skipped:]
-    return full
+    pack = packed.pack
+    if not own:
+        return np.zeros((pack.num_rows, *like.shape[1:]), like.dtype)
+    arrays = [_arrays(sample)[name] for sample in own]
+    if name in own[0].token_arrays:
+        return pack.tokens.joined(arrays, like.dtype)
+    held = zip(arrays, pack.num_unpredicted.tolist(), strict=True)
+    return pack.responses.joined([array[first:] for array, first in held], like.dtype)
 
 
 def _arrays(sample: Sample) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dynbatch.cpu.attention import batch_attention, packed_causal_attention
-from megatron_dynbatch.layout.zigzag import zigzag_indices
+from megatron_dynbatch.geometry import zigzag_indices
 from tests.pool import run_ranks
 
 BAR = 1e-10

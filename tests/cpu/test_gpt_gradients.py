@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dynbatch.layout.zigzag import zigzag_indices
+from megatron_dynbatch.geometry import zigzag_indices
 from tests.pool import run_ranks
 
 LENGTHS = [8, 16, 24, 16]

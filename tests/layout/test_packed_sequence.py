@@ -27,19 +27,19 @@ def test_two_samples_by_hand():
     packed = pack(samples, rows=[3, 1], denoms=[2, 4], layout=CP2, width=16)
     assert packed.tokens.tolist() == [400, 401, 402, 0, *range(200, 206), 0, 0, 0, 0, 0, 0]
     assert packed.labels.tolist() == [401, 402, 0, 0, *range(201, 206), 0, 0, 0, 0, 0, 0, 0]
-    assert packed.position_ids.tolist() == [0, 1, 2, 3, *range(8), 0, 1, 2, 3]
+    assert packed.pack.position_ids.tolist() == [0, 1, 2, 3, *range(8), 0, 1, 2, 3]
     assert packed.padding_mask.tolist() == [False] * 3 + [True] + [False] * 6 + [True] * 6
     assert packed.loss_mask.tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
     assert packed.token_weights.tolist() == [0.5, 0.5] + [0] * 6 + [0.25] + [0] * 7
     assert packed.columns["log_probs"].tolist() == [-8, -9] + [0] * 6 + [-5] + [0] * 7
-    assert packed.cu_seqlens_padded.tolist() == [0, 4, 12, 16]
-    assert packed.cu_seqlens.tolist() == [0, 3, 9, 9]
-    assert packed.max_seqlen == 8
+    assert packed.pack.cu_seqlens_padded.tolist() == [0, 4, 12, 16]
+    assert packed.pack.cu_seqlens.tolist() == [0, 3, 9, 9]
+    assert packed.pack.max_seqlen == 8
     assert packed.sample_rows == (3, 1)
     assert packed.sample_denoms.tolist() == [2, 4]
-    assert packed.tokens.dtype == packed.labels.dtype == packed.position_ids.dtype == np.int64
+    assert packed.tokens.dtype == packed.labels.dtype == packed.pack.position_ids.dtype == np.int64
     assert packed.loss_mask.dtype == packed.columns["log_probs"].dtype == np.float32
-    assert packed.cu_seqlens.dtype == packed.cu_seqlens_padded.dtype == np.int32
+    assert packed.pack.cu_seqlens.dtype == packed.pack.cu_seqlens_padded.dtype == np.int32
 
 
 def test_advantage_is_a_number_or_one_per_token():
@@ -51,14 +51,14 @@ def test_advantage_is_a_number_or_one_per_token():
 
 def test_tail_is_cut_in_short_sequences():
     packed = pack(golden_samples(), width=300)
-    assert np.diff(packed.cu_seqlens_padded).tolist() == [7, 6, 4, 3, 128, 128, 24]
+    assert np.diff(packed.pack.cu_seqlens_padded).tolist() == [7, 6, 4, 3, 128, 128, 24]
     packed = pack(golden_samples(), layout=ParallelLayout(cp=4), width=32 + 144)
-    assert np.diff(packed.cu_seqlens_padded).tolist() == [8, 8, 8, 8, 128, 16]
+    assert np.diff(packed.pack.cu_seqlens_padded).tolist() == [8, 8, 8, 8, 128, 16]
     # A rank count that 128 is no multiple of: the longest multiple below it.
     packed = pack([], layout=ParallelLayout(cp=3), width=252)
-    assert np.diff(packed.cu_seqlens_padded).tolist() == [126, 126]
+    assert np.diff(packed.pack.cu_seqlens_padded).tolist() == [126, 126]
     packed = pack([], layout=ParallelLayout(cp=128), width=512)
-    assert np.diff(packed.cu_seqlens_padded).tolist() == [256, 256]
+    assert np.diff(packed.pack.cu_seqlens_padded).tolist() == [256, 256]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_dummy_is_padding_of_the_smallest_legal_length(layout, size):
     assert packed.tokens.tolist() == [0] * size
     assert packed.padding_mask.all()
     assert not packed.token_weights.any() and not packed.loss_mask.any()
-    assert packed.cu_seqlens_padded.tolist() == [0, size]
+    assert packed.pack.cu_seqlens_padded.tolist() == [0, size]
     assert set(packed.columns) >= {"advantages", "log_probs", "ref_log_probs"}
     assert not any(column.any() for column in packed.columns.values())
 
@@ -128,12 +128,12 @@ def test_matches_one_sample_after_the_other(shapes, cp, spare):
             )
         assert packed.loss_mask[here].tolist() == mask.tolist()
         assert packed.token_weights[here].tolist() == (mask / 3).tolist()
-        assert packed.position_ids[here].tolist() == list(range(length))
+        assert packed.pack.position_ids[here].tolist() == list(range(length))
         start += length
-    tail = np.diff(packed.cu_seqlens_padded)[len(samples) :]
+    tail = np.diff(packed.pack.cu_seqlens_padded)[len(samples) :]
     assert packed.padding_mask.sum() == packed.tokens.size - sum(s.total_length for s in samples)
     assert tail.sum() == spare * unit and (tail <= 128).all() and (tail % unit == 0).all()
-    assert len(packed.cu_seqlens) == len(packed.cu_seqlens_padded)
+    assert len(packed.pack.cu_seqlens) == len(packed.pack.cu_seqlens_padded)
 
 
 def test_bad_input_names_the_row():
@@ -179,7 +179,7 @@ def test_a_sample_of_one_token_without_a_prompt_has_nothing_to_predict():
 def test_a_sample_without_tokens_takes_no_place():
     packed = pack([Sample([], 0), Sample([1, 2], 1)])
     assert packed.tokens.tolist() == [1, 2] and packed.loss_mask.tolist() == [1, 0]
-    assert packed.cu_seqlens_padded.tolist() == [0, 0, 2]
+    assert packed.pack.cu_seqlens_padded.tolist() == [0, 0, 2]
 
 
 def test_every_column_of_a_sample_without_a_prompt_stands_before_its_tokens():

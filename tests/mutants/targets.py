@@ -7,6 +7,8 @@ type Stages = list[list[str]]
 
 SESSION = ["tests/hooks/test_session.py"]
 SCHEDULE = ["tests/hooks/test_schedule.py"]
+PACKS = ["tests/layout/test_packed_sequence.py", "tests/layout/test_micro_batch.py"]
+SEGMENTS = ["tests/reduce/test_segment_sums.py", "tests/reduce/test_sample_mean.py"]
 
 # Tests within one process come first: those that start ranks cost ten times as much.
 TARGETS: dict[str, Stages] = {
@@ -19,7 +21,11 @@ TARGETS: dict[str, Stages] = {
     "losses/scaling.py": [["tests/losses/test_step_cases.py"]],
     "layout/packed_sequence.py": [["tests/layout/test_packed_sequence.py"]],
     "layout/micro_batch.py": [["tests/layout/test_micro_batch.py"]],
-    "layout/zigzag.py": [["tests/layout/test_zigzag.py"]],
+    "geometry/zigzag.py": [["tests/geometry/test_zigzag.py"], SEGMENTS],
+    "geometry/spans.py": [["tests/geometry/test_pack_layout.py"]],
+    "geometry/padding.py": [["tests/geometry/test_parallel_layout.py"], PACKS],
+    "geometry/pack_layout.py": [["tests/geometry/test_pack_layout.py"], PACKS],
+    "geometry/response_pieces.py": [["tests/geometry/test_pack_layout.py"], SEGMENTS],
     "layout/stock.py": [["tests/layout/test_packed_sequence.py"]],
     "plan/denominators.py": [["tests/plan/test_denominators.py", "tests/plan/test_cases.py"]],
 }
@@ -32,25 +38,19 @@ EQUIVALENT: dict[str, str] = {
         "reached without samples only; callers then read no entry of it"
     ),
     "layout/packed_sequence.py pack_samples: True → False": (
-        "strict=: there is one entry of `firsts` for each sample of `batch`"
-    ),
-    "layout/packed_sequence.py _Strips.joined: True → False": (
-        "strict=: every caller hands over one part for each sample; blanks has one entry more"
+        "strict=: `num_unpredicted` has one entry for each sample of `batch`"
     ),
     "layout/packed_sequence.py _column: True → False": (
         "strict=: `batch` and `values` are made with one entry for each of `rows`"
     ),
     "layout/packed_sequence.py _column: True → False (2)": (
-        "strict=: values, firsts and lengths have one entry for each sample"
+        "strict=: values, numbers and lengths have one entry for each sample"
     ),
     "layout/micro_batch.py MicroBatch.sums: True → False": (
         "strict=: one row is made for each value"
     ),
     "layout/micro_batch.py MicroBatch.sums: True → False (2)": (
         "strict=: weighted_sums answers one sum for each row, and there is one for each value"
-    ),
-    "layout/micro_batch.py slice_packed: cp_size > 1 → cp_size >= 1": (
-        "with one rank zigzag_indices is 0 … S−1: the same values, copied for nothing"
     ),
     "layout/micro_batch.py slice_packed.tensor: True → False": (
         "non_blocking=: whether the host waits; the stream has the copy before all that reads it"

@@ -112,13 +112,13 @@ def poison(gradient: bool) -> None:
 
 def cut_in_order() -> None:
     """Give each context-parallel rank a contiguous part instead of the zigzag."""
-    from megatron_dynbatch.layout import micro_batch
+    from megatron_dynbatch.geometry import pack_layout
 
     def contiguous(cu_seqlens: Any, cp_size: int, cp_rank: int) -> Any:
         local = int(cu_seqlens[-1]) // cp_size
         return np.arange(cp_rank * local, (cp_rank + 1) * local)
 
-    put(micro_batch, "zigzag_indices", contiguous)
+    put(pack_layout, "zigzag_indices", contiguous)
 
 
 def change_packs(field: str, change: Callable[[Any], Any]) -> None:
@@ -132,6 +132,19 @@ def change_packs(field: str, change: Callable[[Any], Any]) -> None:
         return dataclasses.replace(packed, **{field: change(getattr(packed, field))})
 
     put(micro_batch, "pack_samples", mutated)
+
+
+def change_tensors(field: str, change: Callable[[Any], Any]) -> None:
+    """Change one tensor of every micro-batch."""
+    from megatron_dynbatch.steps import step
+
+    right = step.slice_packed
+
+    def mutated(*positional: Any, **named: Any) -> Any:
+        micro_batch = right(*positional, **named)
+        return dataclasses.replace(micro_batch, **{field: change(getattr(micro_batch, field))})
+
+    put(step, "slice_packed", mutated)
 
 
 def roll(array: Any) -> Any:
@@ -171,21 +184,25 @@ def _without_one(step: Any) -> Any:
 
 def shift_without_prompt() -> None:
     """Columns of samples without a prompt lose their last entry in the place of the first."""
+    from megatron_dynbatch.geometry import PackLayout, Spans
     from megatron_dynbatch.layout import packed_sequence
 
     right = packed_sequence._column
 
-    def mutated(batch: Any, rows: Any, name: str, held: Any, firsts: Any) -> Any:
-        return right(batch, rows, name, held, [0] * len(firsts))
+    class Cut(Spans):
+        def joined(self, parts: Any, dtype: Any) -> Any:
+            lengths = self.lengths.tolist()
+            return super().joined([p[:n] for p, n in zip(parts, lengths, strict=True)], dtype)
 
-    joined = packed_sequence._Strips.joined
+    class FromTheFirst(PackLayout):
+        num_unpredicted = property(lambda self: np.zeros_like(self.response_lengths))  # type: ignore[assignment]
 
-    def cut(self: Any, parts: Any, dtype: Any) -> Any:
-        held = [part[:length] for part, length in zip(parts, self.lengths.tolist(), strict=True)]
-        return joined(self, held, dtype)
+    def mutated(batch: Any, rows: Any, name: str, pack: Any) -> Any:
+        fields = {f.name: getattr(pack, f.name) for f in dataclasses.fields(pack) if f.init}
+        fields["responses"] = Cut(**vars(pack.responses))
+        return right(batch, rows, name, FromTheFirst(**fields))
 
     put(packed_sequence, "_column", mutated)
-    put(packed_sequence._Strips, "joined", cut)
 
 
 def answer_site(name: str, answer: Callable[[Any, Any], Any]) -> None:
@@ -255,7 +272,7 @@ MUTATIONS = (
     Mutation(
         "one attention sequence per micro-batch",
         Layout(),
-        partial(change_packs, "cu_seqlens_padded", restart_at_zero),
+        partial(change_tensors, "cu_seqlens_padded", restart_at_zero),
     ),
     Mutation("denominators per sample", Layout(dp=2), partial(change_plans, own_denominators)),
     Mutation("a sample left out", Layout(dp=2), partial(change_plans, without_one)),

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dynbatch.layout.zigzag import zigzag_indices
+from megatron_dynbatch.geometry import zigzag_indices
 from megatron_dynbatch.reduce.sample_mean import get_sum_of_sample_mean
 from tests import golden
 

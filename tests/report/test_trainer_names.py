@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dynbatch.layout.zigzag import zigzag_indices
+from megatron_dynbatch.geometry import zigzag_indices
 from megatron_dynbatch.reduce import get_sum_of_sample_mean
 from megatron_dynbatch.report import (
     Metric,

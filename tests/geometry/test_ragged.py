@@ -1,6 +1,6 @@
 """Ragged index arithmetic against values written out by hand."""
 
-from megatron_dynbatch.reduce.ragged import ragged_arange, starts_of
+from megatron_dynbatch.geometry.ragged import ragged_arange, starts_of
 
 
 def test_ragged_arange():
