@@ -15,17 +15,11 @@ from megatron_dynbatch.hooks.balance import (
     applying_sequence_loss,
     routing_counted,
 )
+from megatron_dynbatch.hooks.calculator import building_calculator
 from megatron_dynbatch.hooks.checkpoint import loaded_samples
 from megatron_dynbatch.hooks.data_iterator import building_iterators
 from megatron_dynbatch.hooks.flops import consuming_lengths
 from megatron_dynbatch.hooks.loss import getting_forward_backward
-from megatron_dynbatch.hooks.microbatches import (
-    building_calculator,
-    consumed_samples,
-    count_changed,
-    loop_condition,
-)
-from megatron_dynbatch.hooks.report import logged_batch_size
 from megatron_dynbatch.hooks.routers import (
     applying_global_loss,
     attaching_loss,
@@ -34,9 +28,15 @@ from megatron_dynbatch.hooks.routers import (
     tracking_mtp,
     weighting_z_loss,
 )
-from megatron_dynbatch.hooks.scheduler import scheduler_increment
 from megatron_dynbatch.hooks.seams import Seam
 from megatron_dynbatch.hooks.sites import Site
+from megatron_dynbatch.hooks.step_boundary import (
+    advance_lr,
+    change_count,
+    finish_step,
+    log_step,
+    open_step,
+)
 from megatron_dynbatch.hooks.version import AUX_LOSSES_SINCE
 
 # Versions that the test suite runs.
@@ -67,38 +67,79 @@ def _is(source: str) -> Callable[[ast.expr], bool]:
     return lambda node: isinstance(node, kind) and ast.unparse(node) == source
 
 
+_LM = "github.com/NVIDIA/Megatron-LM"
+_PLAN_OF_A_STEP = f"`train` asks an object for its steps (in the spirit of {_LM}/issues/4590)"
+_TERM_WEIGHTS = f"router losses take a weight per micro-batch (see {_LM}/issues/4590)"
+_DATASET = "stock `get_batch` takes the source of its batches from a provider"
+
 SITES = (
-    Site("scheduler increment", _TRAINING, "train_step", is_sample_product, (1,),
-         scheduler_increment),
-    Site("logged batch size", _TRAINING, "training_log", is_sample_product, (1,),
-         logged_batch_size),
-    Site("consumed samples", _TRAINING, "train", is_sample_product, (2, 3), consumed_samples),
+    Site("scheduler increment", _TRAINING, "train_step", is_sample_product, (1,), advance_lr,
+         why="it counts micro-batches, so LR and weight decay drift with the packing",
+         until=_PLAN_OF_A_STEP),
+    Site("logged batch size", _TRAINING, "training_log", is_sample_product, (1,), log_step,
+         why="it counts micro-batches, and is the moment when a step's losses are known",
+         until=_PLAN_OF_A_STEP),
+    Site("consumed samples", _TRAINING, "train", is_sample_product, (2, 3), finish_step,
+         why="it counts micro-batches, also of a step whose update is skipped",
+         until=_PLAN_OF_A_STEP),
     Site("micro-batch count check", _TRAINING, "train",
-         _is("get_num_microbatches() != num_microbatches"), (1,), count_changed),
+         _is("get_num_microbatches() != num_microbatches"), (1,), change_count,
+         why="the number may only grow, and each change saves a checkpoint",
+         until=f"a batch-size schedule may shrink (schedules: {_LM}/pull/4411)"),
     Site("loop condition", _TRAINING, "train", _is("iteration < args.train_iters"), (1,),
-         loop_condition),
+         open_step,
+         why="nobody knows the number of steps before the last rollout is written",
+         until=_PLAN_OF_A_STEP),
     Site("consumed samples loaded", _CHECKPOINTING, "load_checkpoint",
-         _is("getattr(checkpoint_args, 'consumed_train_samples', 0)"), (1,), loaded_samples),
+         _is("getattr(checkpoint_args, 'consumed_train_samples', 0)"), (1,), loaded_samples,
+         why="the cursor of a checkpoint is in its arguments, which Megatron reads only here",
+         until="checkpoints carry state of plugins"),
 )
 
 
 SEAMS = (
-    Seam("megatron.training.arguments", "add_megatron_arguments", adding_arguments),
+    Seam("megatron.training.arguments", "add_megatron_arguments", adding_arguments,
+         why="flags must be known to every script, also to one without an extra-arguments provider",
+         until="Megatron finds arguments of installed plugins"),
     Seam("megatron.core.num_microbatches_calculator", "_build_num_microbatches_calculator",
-         building_calculator),
-    Seam(_TRAINING, "build_train_valid_test_data_iterators", building_iterators),
-    Seam(_TRAINING, "get_forward_backward_func", getting_forward_backward),
-    Seam(_TRAINING, "consume_seqlen_stats_in_iteration", consuming_lengths, since=(0, 18)),
-    Seam(_ROUTER, "z_loss_func", weighting_z_loss, AUX_LOSSES_SINCE),
+         building_calculator,
+         why="its calculators go by consumed samples, ours by the open step",
+         until=f"a calculator can be handed in (schedules: {_LM}/pull/4411)"),
+    Seam(_TRAINING, "build_train_valid_test_data_iterators", building_iterators,
+         why="training data come from the rollouts; evaluation data stay the script's",
+         until=_DATASET),
+    Seam(_TRAINING, "get_forward_backward_func", getting_forward_backward,
+         why="the schedule divides each micro-batch's loss by M and its own token count",
+         until=f"a schedule takes the weight of each micro-batch (see {_LM}/issues/4590)"),
+    Seam(_TRAINING, "consume_seqlen_stats_in_iteration", consuming_lengths,
+         why="FLOPs are counted over padded lengths",
+         until="scripts count lengths without padding", since=(0, 18)),
+    Seam(_ROUTER, "z_loss_func", weighting_z_loss,
+         why="it is the mean of the ranks' means, whose tokens without padding differ in number",
+         until=_TERM_WEIGHTS, since=AUX_LOSSES_SINCE),
     Seam(_ROUTER, "TopKRouter.attach_and_log_load_balancing_loss", attaching_loss,
-         AUX_LOSSES_SINCE),
-    Seam(_ROUTER, "TopKRouter._apply_expert_bias", counting_experts, AUX_LOSSES_SINCE),
-    Seam(_ROUTER, "TopKRouter._apply_global_aux_loss", applying_global_loss, AUX_LOSSES_SINCE),
-    Seam(_ROUTER, "TopKRouter._apply_seq_aux_loss", applying_sequence_loss, AUX_LOSSES_SINCE),
-    Seam(_ROUTER, "TopKRouter._apply_aux_loss", applying_balance_loss, AUX_LOSSES_SINCE),
-    Seam(_ROUTER, "TopKRouter.routing", routing_counted, AUX_LOSSES_SINCE),
+         why="per-token loss counts the tokens of all TP·CP ranks, and multiplies by TP·CP again",
+         until=f"the count is that of the rank (scaling: {_LM}/pull/5047)", since=AUX_LOSSES_SINCE),
+    Seam(_ROUTER, "TopKRouter._apply_expert_bias", counting_experts,
+         why="dummies would count, and a padding mask of [tokens] fails",
+         until=f"padding is left out on every path ({_LM}/pull/2121)", since=AUX_LOSSES_SINCE),
+    Seam(_ROUTER, "TopKRouter._apply_global_aux_loss", applying_global_loss,
+         why="a dummy would enter its running counts",
+         until=f"{_LM}/pull/7214", since=AUX_LOSSES_SINCE),
+    Seam(_ROUTER, "TopKRouter._apply_seq_aux_loss", applying_sequence_loss,
+         why="a pack counts as one sequence",
+         until=f"{_LM}/pull/6115", since=AUX_LOSSES_SINCE),
+    Seam(_ROUTER, "TopKRouter._apply_aux_loss", applying_balance_loss,
+         why="frequencies of one micro-batch depend on the packing (`--moe-balance`)",
+         until="load balancing over a whole step", since=AUX_LOSSES_SINCE),
+    Seam(_ROUTER, "TopKRouter.routing", routing_counted,
+         why="a forward-only pass counts experts for `--moe-balance same-step`",
+         until="load balancing over a whole step", since=AUX_LOSSES_SINCE),
     Seam("megatron.core.transformer.moe.moe_logging", "MoEMetricsTracker.record", tracking_moe,
-         AUX_LOSSES_SINCE),
+         why="log lines would show a mean over micro-batches of unequal size",
+         until=_TERM_WEIGHTS, since=AUX_LOSSES_SINCE),
     Seam("megatron.core.transformer.multi_token_prediction",
-         "MTPLossLoggingHelper.save_metrics_to_tracker", tracking_mtp, AUX_LOSSES_SINCE),
+         "MTPLossLoggingHelper.save_metrics_to_tracker", tracking_mtp,
+         why="log lines would show a mean over micro-batches of unequal size",
+         until="MTP's loss takes a weight per micro-batch", since=AUX_LOSSES_SINCE),
 )

@@ -1,12 +1,11 @@
-"""Megatron's own log lines show the step's rollouts; the step report is written beside them.
+"""The report of a step that ran, beside Megatron's own log line.
 
 What the loss function reported is reduced once per step, in one collective that also finds out
 whether all ranks reported the same names, before Megatron's own reduction, key by key, could hang.
 
-Seam: the batch size that `training_log` computes. It is evaluated on every rank, once per step,
-after the losses were reduced. Reports go to the JSONL of ``--step-report`` and to Megatron's own
-TensorBoard and W&B writers, as ``train/…`` over the optimizer iteration; where Megatron's lines go
-to a file, a line about the step takes their place.
+Reports go to the JSONL of ``--step-report`` and to Megatron's own TensorBoard and W&B writers, as
+``train/…`` over the optimizer iteration; where Megatron's lines go to a file, a line about the step
+takes their place.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 from megatron_dynbatch import quiet
 from megatron_dynbatch.hooks.horizon import UNBOUNDED
-from megatron_dynbatch.hooks.session import Session, session
+from megatron_dynbatch.hooks.session import Session
 from megatron_dynbatch.output import progress
 from megatron_dynbatch.plan.summary import StepSummary, summarize
 from megatron_dynbatch.report import (
@@ -39,15 +38,18 @@ _last_end: tuple[int, float] | None = None
 _summaries: tuple[int, int, list[StepSummary]] | None = None
 
 
-def logged_batch_size(stock: int, frame: Mapping[str, Any]) -> int:
-    """G of the step that just ran; also the moment when its report is written."""
-    run = session()
-    if run is None or run.step is None:
-        return stock
+def report_step(run: Session, step: Step, frame: Mapping[str, Any]) -> None:
+    """Write the step's report wherever it is wanted; called on every rank.
+
+    Args:
+        run: The run.
+        step: The step that just ran.
+        frame: Locals of Megatron's `training_log`.
+    """
     # Megatron's writers live on the last rank, which also holds the reduced loss.
     wanted = run.args.step_report or quiet.is_on() or _writes_now(run, frame)
     if wanted and _is_last_rank():
-        report = step_report(run, run.step, frame)
+        report = step_report(run, step, frame)
         if run.args.step_report:
             if run.writer is None:
                 run.writer = StepReportWriter(run.args.step_report)
@@ -57,7 +59,6 @@ def logged_batch_size(stock: int, frame: Mapping[str, Any]) -> int:
             progress(_line(run, report))
         if _writes_now(run, frame):
             write_scalars(report, frame.get("writer"), frame.get("wandb_writer"))
-    return run.step.step_global_batch_size
 
 
 def reduced_reports(reports: Sequence[Mapping[str, Metric]]) -> list[dict[str, torch.Tensor]]:

@@ -26,12 +26,17 @@ class Seam:
         attribute: Its name.
         wrap: Makes the replacement from the original.
         since: First (major, minor) version of megatron-core that has it; older ones do without.
+        why: What goes wrong without.
+        until: What Megatron would have to offer to make this unnecessary, with a link if it is
+            being discussed.
     """
 
     module: str
     attribute: str
     wrap: Callable[[Any], Any]
     since: tuple[int, int] = (0, 0)
+    why: str = ""
+    until: str = ""
 
     @property
     def key(self) -> str:

@@ -49,6 +49,9 @@ class Site:
         counts: Numbers of matches that are known to be right.
         handler: Called with the expression's value and the frame's locals; its answer is
             used instead.
+        why: What goes wrong with the expression's own value.
+        until: What Megatron would have to offer to make this unnecessary, with a link if it is
+            being discussed.
     """
 
     name: str
@@ -57,6 +60,8 @@ class Site:
     matches: Callable[[ast.expr], bool]
     counts: tuple[int, ...]
     handler: Handler
+    why: str = ""
+    until: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from megatron_dynbatch.hooks.registry import SEAMS, SITES
+from megatron_dynbatch.hooks.seams import Seam
+from megatron_dynbatch.hooks.sites import Site
 from tests.pool import run_ranks
 
 
@@ -78,3 +83,8 @@ def test_a_missing_seam_changes_nothing() -> None:
     ((message, changed),) = run_ranks(1, _half_missing, process_group=False)
     assert "megatron.training.training has no get_forward_backward_func" in message
     assert changed == set()
+
+
+@pytest.mark.parametrize("entry", [*SITES, *SEAMS])
+def test_every_place_says_why_it_is_touched_and_until_when(entry: Site | Seam) -> None:
+    assert entry.why and entry.until

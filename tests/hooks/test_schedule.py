@@ -22,8 +22,8 @@ import torch
 from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.hooks.aux_loss import begin_schedule, watch_backward
 from megatron_dynbatch.hooks.loss import _scaled_forward_step, getting_forward_backward
-from megatron_dynbatch.hooks.scheduler import scheduler_increment
 from megatron_dynbatch.hooks.session import Session, current, end_session, start_session
+from megatron_dynbatch.hooks.step_boundary import advance_lr
 from megatron_dynbatch.plan import make_plan
 from megatron_dynbatch.rollouts import Sample, SampleIndex
 from megatron_dynbatch.steps import Step
@@ -274,7 +274,7 @@ def balanced_step() -> list[Any]:
     router: Any = SimpleNamespace(layer_number=1, is_mtp_layer=False, config=model.config)
     run.balance.count(router, torch.ones(1, 4, dtype=torch.bool))
     run_schedule([model], step)
-    size = scheduler_increment(40, {})
+    size = advance_lr(40, {})
     return [begun, size, run.args.dynbatch_balance]
 
 

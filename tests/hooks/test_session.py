@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from megatron_dynbatch.errors import ResumeError
-from megatron_dynbatch.hooks import microbatches
+from megatron_dynbatch.hooks import step_boundary
+from megatron_dynbatch.hooks.calculator import StepCalculator, building_calculator
 from megatron_dynbatch.hooks.checkpoint import loaded_samples
-from megatron_dynbatch.hooks.scheduler import scheduler_increment
 from megatron_dynbatch.hooks.session import Session, current, end_session, session, start_session
+from megatron_dynbatch.hooks.step_boundary import advance_lr, change_count, finish_step
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions, make_plan
 from megatron_dynbatch.rollouts import Sample, SampleIndex
 from megatron_dynbatch.steps import Cursor, Step
@@ -41,15 +42,15 @@ def open_step(run: Session) -> Step:
 
 
 def test_rates_advance_by_rollouts_and_not_by_samples_or_micro_batches(run: Session) -> None:
-    assert scheduler_increment(40, {}) == 40  # no step is open
+    assert advance_lr(40, {}) == 40  # no step is open
     open_step(run)
-    assert scheduler_increment(40, {}) == 2
+    assert advance_lr(40, {}) == 2
     end_session()
-    assert scheduler_increment(40, {}) == 40
+    assert advance_lr(40, {}) == 40
 
 
 def test_the_calculator_answers_from_the_open_step(run: Session) -> None:
-    calculator = microbatches.StepCalculator(run)
+    calculator = StepCalculator(run)
     sizes = calculator.get_current_global_batch_size, calculator.get_micro_batch_size
     assert (calculator.get(), *(size() for size in sizes)) == (1, 8, 1)
     open_step(run)
@@ -61,15 +62,15 @@ def test_the_calculator_answers_from_the_open_step(run: Session) -> None:
 def test_without_a_run_every_hook_hands_back_what_megatron_has() -> None:
     assert session() is None
     for stock in (True, False):
-        assert microbatches.loop_condition(stock, {}) is stock
-        assert microbatches.count_changed(stock, {}) is stock
-    assert microbatches.consumed_samples(12, {}) == 12
+        assert step_boundary.open_step(stock, {}) is stock
+        assert change_count(stock, {}) is stock
+    assert finish_step(12, {}) == 12
     assert loaded_samples(12, {}) == 12
 
 
 def test_a_run_hides_changes_of_the_count_and_finishes_open_steps_only(run: Session) -> None:
-    assert microbatches.count_changed(True, {}) is False
-    assert microbatches.consumed_samples(12, {}) == 12
+    assert change_count(True, {}) is False
+    assert finish_step(12, {}) == 12
 
 
 def test_the_micro_batch_in_force_is_the_selected_one(run: Session) -> None:
@@ -84,11 +85,11 @@ def two_trainings(first: argparse.Namespace, second: argparse.Namespace) -> list
     """What Megatron's calculator is after each, and whether a run is left."""
     from megatron.training import global_vars
 
-    build = microbatches.building_calculator(lambda *positional: "Megatron's own")
+    build = building_calculator(lambda *positional: "Megatron's own")
     run = start_session(first)
     open_step(run)
     global_vars._GLOBAL_ARGS = second
-    return [build(), session() is None, scheduler_increment(40, {})]
+    return [build(), session() is None, advance_lr(40, {})]
 
 
 def test_a_second_training_without_the_flag_meets_no_run() -> None:

@@ -6,6 +6,7 @@ type Stages = list[list[str]]
 """Arguments of pytest, one list after the other until a test fails. Slow tests never run."""
 
 SESSION = ["tests/hooks/test_session.py"]
+BOUNDARY = ["tests/hooks/test_step_boundary.py"]
 SCHEDULE = ["tests/hooks/test_schedule.py"]
 PACKS = ["tests/layout/test_packed_sequence.py", "tests/layout/test_micro_batch.py"]
 SEGMENTS = ["tests/reduce/test_segment_sums.py", "tests/reduce/test_sample_mean.py"]
@@ -14,8 +15,8 @@ SEGMENTS = ["tests/reduce/test_segment_sums.py", "tests/reduce/test_sample_mean.
 TARGETS: dict[str, Stages] = {
     "hooks/loss.py": [["tests/hooks/test_loss.py"], SCHEDULE],
     "hooks/aux_loss.py": [["tests/hooks/test_aux_loss.py"], SCHEDULE],
-    "hooks/microbatches.py": [["tests/hooks/test_microbatches.py"], SESSION],
-    "hooks/scheduler.py": [SESSION, SCHEDULE],
+    "hooks/calculator.py": [SESSION, BOUNDARY],
+    "hooks/step_boundary.py": [SESSION, BOUNDARY, SCHEDULE],
     "steps/announce.py": [["tests/steps/test_announce.py"], ["tests/steps/test_feed.py"]],
     "steps/cursor.py": [["tests/steps/test_cursor.py"], ["tests/steps/test_feed.py"]],
     "losses/scaling.py": [["tests/losses/test_step_cases.py"]],
@@ -55,7 +56,7 @@ EQUIVALENT: dict[str, str] = {
     "layout/micro_batch.py slice_packed.tensor: True → False": (
         "non_blocking=: whether the host waits; the stream has the copy before all that reads it"
     ),
-    "hooks/microbatches.py StepCalculator.update: False → True": (
+    "hooks/calculator.py StepCalculator.update: False → True": (
         "the default of a parameter that nothing reads: the method has no body"
     ),
     "steps/cursor.py Cursor.after_batch: 0 → 1 (2)": (

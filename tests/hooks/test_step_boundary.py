@@ -1,4 +1,4 @@
-"""Megatron's loop condition and its calculator, over rollouts that a real feed reads."""
+"""Steps opened and finished as Megatron asks, over rollouts that a real feed reads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ import numpy as np
 import pytest
 
 from megatron_dynbatch.errors import OptionError, ResumeError
+from megatron_dynbatch.hooks.calculator import StepCalculator, building_calculator
 from megatron_dynbatch.hooks.horizon import UNBOUNDED
-from megatron_dynbatch.hooks.microbatches import (
-    StepCalculator,
-    building_calculator,
-    consumed_samples,
-    loop_condition,
-)
 from megatron_dynbatch.hooks.session import Session, end_session, start_session
 from megatron_dynbatch.hooks.sites import SiteError
+from megatron_dynbatch.hooks.step_boundary import finish_step, open_step
 from megatron_dynbatch.plan import ParallelLayout
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 from megatron_dynbatch.steps import StepFeed
@@ -65,10 +61,10 @@ def begin(source: RolloutDirectory, **changed: Any) -> Session:
 def train(run: Session, iterations: int = 100) -> list[int]:
     """Rollouts of each step, as `train` of Megatron goes through them."""
     args, sizes = run.args, []
-    while loop_condition(len(sizes) < iterations, {"iteration": len(sizes), "model": []}):
+    while open_step(len(sizes) < iterations, {"iteration": len(sizes), "model": []}):
         assert run.step is not None
         sizes.append(run.step.step_global_batch_size)
-        size = consumed_samples(99, {})
+        size = finish_step(99, {})
         args.consumed_train_samples += size
         assert args.dynbatch_cursor == run.feed.cursor.to_dict()
         assert size == sizes[-1]
@@ -143,10 +139,10 @@ def test_and_after_the_last_one(
 ) -> None:
     write(source, [True] * 2)  # what will be trained is not known yet
     run = begin(source, lr_decay_style="linear", lr_decay_samples=9, train_samples=UNBOUNDED)
-    assert loop_condition(True, {"iteration": 0, "model": []})
-    run.args.consumed_train_samples = consumed_samples(99, {})
+    assert open_step(True, {"iteration": 0, "model": []})
+    run.args.consumed_train_samples = finish_step(99, {})
     source.finish()
-    assert not loop_condition(True, {"iteration": 1, "model": []})
+    assert not open_step(True, {"iteration": 1, "model": []})
     assert "the LR schedule is 9 rollouts long, but 2 were trained;" in capsys.readouterr().out
 
 
