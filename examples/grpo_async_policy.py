@@ -28,7 +28,7 @@ from megatron_dynbatch import MicroBatch, Sample
 from megatron_dynbatch.plan import StepPlan
 from megatron_dynbatch.rollouts import open_transport
 from megatron_dynbatch.rollouts.flow import publish_weights
-from megatron_dynbatch.steps import Cursor, OpenBatch
+from megatron_dynbatch.steps import Cursor, LoadedBatch
 
 KEPT_VERSIONS = 3
 
@@ -108,7 +108,7 @@ def publish_when_needed(cursor: Cursor, model: Sequence[Any]) -> None:
     publish(cursor.batch_id, model)
 
 
-def publish_when_opened(batch: OpenBatch, model: Sequence[Any]) -> Mapping[int, Sample]:
+def publish_when_opened(batch: LoadedBatch, model: Sequence[Any]) -> Mapping[int, Sample]:
     """All batches before this one are trained."""
     publish(batch.batch_id, model)
     return batch.samples

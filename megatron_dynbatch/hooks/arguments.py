@@ -30,7 +30,8 @@ from megatron_dynbatch.plan.options import (
 from megatron_dynbatch.rollouts import RolloutSource, open_transport
 from megatron_dynbatch.rollouts.flow import PROGRESS_NOTE
 from megatron_dynbatch.steps.announce import STALE_POLICIES, Staleness
-from megatron_dynbatch.steps.empty_batches import MOST_IN_A_ROW, EmptyBatches
+from megatron_dynbatch.steps.config import MOST_EMPTY_BATCHES
+from megatron_dynbatch.steps.empty_batches import EmptyBatches
 
 WIDTHS = ("fixed", "variable")
 BALANCES = ("micro-batch", "previous-step", "same-step")
@@ -90,9 +91,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--wait-for-path", action="store_true",
         help="Wait for --rollout-path as long as for a batch, where it is not there at the start "
         "(default: a minute, or --batch-timeout if that is less).")
-    add("--max-empty-batches", type=int, default=MOST_IN_A_ROW, metavar="N",
+    add("--max-empty-batches", type=int, default=MOST_EMPTY_BATCHES, metavar="N",
         help="N rollout batches in a row that train nothing are an error "
-        f"(default: {MOST_IN_A_ROW}).")
+        f"(default: {MOST_EMPTY_BATCHES}).")
     add("--agreement-timeout", type=float, default=300.0, metavar="SECONDS",
         help="How long ranks wait for each other at a batch boundary (default: 300).")
     add("--on-batch-needed", metavar="pkg.mod:fn",

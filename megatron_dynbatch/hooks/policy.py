@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.rollouts import Sample
-from megatron_dynbatch.steps import Cursor, OpenBatch
+from megatron_dynbatch.steps import Cursor, LoadedBatch
 
 OnBatchNeeded = Callable[[Cursor, list[Any]], None]
-OnBatchOpened = Callable[[OpenBatch, list[Any]], Mapping[int, Sample]]
+OnBatchOpened = Callable[[LoadedBatch, list[Any]], Mapping[int, Sample]]
 
 _registered: OnBatchNeeded | None = None
 _registered_opened: OnBatchOpened | None = None
@@ -55,7 +55,7 @@ def batch_needed(model: list[Any], args: argparse.Namespace) -> Callable[[Cursor
 
 def batch_opened(
     model: list[Any], args: argparse.Namespace
-) -> Callable[[OpenBatch], Mapping[int, Sample]] | None:
+) -> Callable[[LoadedBatch], Mapping[int, Sample]] | None:
     """The registered function (or the one named by --on-batch-opened) bound to this model."""
     function = _registered_opened or _named("--on-batch-opened", args.on_batch_opened)
     return None if function is None else _bound(function, model, args)

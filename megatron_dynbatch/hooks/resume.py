@@ -32,7 +32,7 @@ def check_batches(feed: StepFeed, args: argparse.Namespace) -> None:
         return _problem(feed, args, missing) if missing else None
 
     # The checkpoints are read only on the way to the error.
-    patience = feed.batch_timeout + feed.exchange.timeout
+    patience = feed.config.batch_timeout + feed.exchange.timeout
     found = feed.exchange.broadcast(problem, "rank 0 to look for the batches to train", patience)
     if found is not None:
         raise ResumeError(found)

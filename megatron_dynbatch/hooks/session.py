@@ -30,7 +30,7 @@ from megatron_dynbatch.hooks.resume import check_batches
 from megatron_dynbatch.hooks.tracker import completed_iteration
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.report import StepReportWriter
-from megatron_dynbatch.steps import Cursor, Exchange, Step, StepFeed
+from megatron_dynbatch.steps import Cursor, Exchange, FeedConfig, Step, StepFeed
 from megatron_dynbatch.steps.ledger import Ledger
 
 _numbers = itertools.count()
@@ -101,22 +101,24 @@ class Session:
             source_from_args(args, vocab_size=get_tokenizer().vocab_size),
             self.layout,
             self.options,
-            dp_rank=mpu.get_data_parallel_rank(),
-            cp_rank=mpu.get_context_parallel_rank(),
+            FeedConfig(
+                dp_rank=mpu.get_data_parallel_rank(),
+                cp_rank=mpu.get_context_parallel_rank(),
+                batch_timeout=args.batch_timeout,
+                # Where tensors for the GPU are; on the CPU runner that is the CPU.
+                device=torch.empty(0, device=torch.cuda.current_device()).device,
+                # The loss, which reads advantages and log-probs, is on the last stage.
+                fields=None if stage == num_stages - 1 else (),
+                lengths_only=0 < stage < num_stages - 1 and not args.mtp_num_layers,
+                staleness=staleness_from_args(args),
+                wait_for_path=args.wait_for_path,
+                max_empty_batches=args.max_empty_batches,
+                keep_batches=args.keep_batches,
+                job_facts=facts_from_args(args),
+                rollouts_moved=args.rollouts_moved,
+            ),
             exchange=Exchange.of_job(timeout=args.agreement_timeout, name="training"),
-            batch_timeout=args.batch_timeout,
-            # Where tensors for the GPU are; on the CPU runner that is the CPU.
-            device=torch.empty(0, device=torch.cuda.current_device()).device,
-            # The loss, which reads advantages and log-probs, is on the last stage.
-            fields=None if stage == num_stages - 1 else (),
-            lengths_only=0 < stage < num_stages - 1 and not args.mtp_num_layers,
-            staleness=staleness_from_args(args),
-            wait_for_path=args.wait_for_path,
-            max_empty_batches=args.max_empty_batches,
-            keep_batches=args.keep_batches,
-            job_facts=facts_from_args(args),
             ledger=Ledger(args.rollout_ledger) if args.rollout_ledger else None,
-            rollouts_moved=args.rollouts_moved,
         )
 
     def at_step_boundary(self, iteration: int) -> None:

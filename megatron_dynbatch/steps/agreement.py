@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from megatron_dynbatch._version import __version__
-from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions
-from megatron_dynbatch.rollouts import PER_TOKEN_FIELDS, Sample
-from megatron_dynbatch.steps.announce import Origins, Staleness
+from megatron_dynbatch.plan import ParallelLayout, PlanOptions
+from megatron_dynbatch.steps.announce import Staleness
 from megatron_dynbatch.steps.cursor import Cursor
-from megatron_dynbatch.steps.prefetch import OpenBatch
-
-_OPTIONAL = ("advantage", *PER_TOKEN_FIELDS)
-
-
-def steps_digest(plan: Plan, origins: Origins) -> str:
-    """Hash of which samples each step has, whatever ranks and micro-batches they are on.
-
-    A sample is its batch and row here; what is in them, the stamps of the cursor tell.
-    """
-    steps = [[origins[row] for row in step.samples.tolist()] for step in plan.steps]
-    return hashlib.sha256(json.dumps(steps).encode()).hexdigest()
+from megatron_dynbatch.steps.loaded_batch import LoadedBatch
 
 
 def setting_facts(
@@ -42,7 +26,7 @@ def setting_facts(
 
 
 def batch_facts(
-    batch: OpenBatch, cursor: Cursor, dp_rank: int
+    batch: LoadedBatch, cursor: Cursor, dp_rank: int
 ) -> tuple[dict[str, str], dict[str, str]]:
     """What must be equal before a batch is trained: on all ranks, and on those of a DP rank."""
     facts = {
@@ -51,49 +35,6 @@ def batch_facts(
         "rollout files": ", ".join(batch.stamps),
     }
     return facts, {f"{name} of DP rank {dp_rank}": d for name, d in batch.digests.items()}
-
-
-def sample_digests(
-    plan: Plan, samples: Mapping[int, Sample], *, all_fields: bool
-) -> dict[str, str]:
-    """Hashes of the samples that one data-parallel rank trains: equal on all ranks of it.
-
-    Args:
-        plan: Of the batch.
-        samples: Plan row → sample.
-        all_fields: Whether this rank read the optional fields too.
-
-    Returns:
-        What was hashed → hash: tokens; token weights (mask and denominator, w = m / d); and
-        advantages, log-probs and values where they were read.
-    """
-    rows = sorted(samples)
-    digests = {
-        "tokens": _digest(rows, lambda row: [samples[row].tokens]),
-        "token weights": _digest(
-            rows, lambda row: [samples[row].loss_mask, plan.sample_denoms[row]]
-        ),
-    }
-    if all_fields:
-        digests["advantages, log-probs and values"] = _digest(
-            rows, lambda row: [getattr(samples[row], name) for name in _OPTIONAL]
-        )
-    return digests
-
-
-def _digest(rows: list[int], parts_of: Callable[[int], list[Any]]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for row in rows:
-        digest.update(f"row {row}".encode())
-        for part in parts_of(row):
-            if part is None:
-                digest.update(b"absent")
-                continue
-            array = np.ascontiguousarray(part)
-            # Lengths and types belong to it: otherwise a token could move to the next part.
-            digest.update(f"{array.dtype}{array.shape}".encode())
-            digest.update(array.data)
-    return digest.hexdigest()
 
 
 def _named(kind: str, values: Mapping[str, Any]) -> dict[str, str]:

@@ -12,10 +12,9 @@ from megatron_dynbatch.output import progress
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanError, PlanOptions, make_plan
 from megatron_dynbatch.plan.handshake import checked_plan
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutSource, SampleIndex
+from megatron_dynbatch.steps.announcement import Announcement, Origin, rows_by_batch
 from megatron_dynbatch.steps.cursor import Cursor
 from megatron_dynbatch.wording import counted
-
-type Origins = list[tuple[int, int]]
 
 STALE_POLICIES = ("drop", "train")
 
@@ -76,25 +75,28 @@ class Announcer:
         self._staleness = staleness
         self._said: set[str] = set()
 
-    def announce(self, cursor: Cursor, state: str) -> dict[str, Any]:
-        """What every rank must know of the batch at a cursor that is present, or of the end.
+    def announce(self, cursor: Cursor, state: str) -> Announcement:
+        """What every rank must know of the batch at a cursor, or of the end.
 
-        Returns:
-            kind: "plan", "nothing" (all of it was too old) or "end"; for a plan its JSON, the
-            origin (batch, row) of each row, what source and batches it is of (see `Cursor`), and
-            rollouts left out (dropped) or trained (stale) although too old.
+        Args:
+            cursor: Where training stands.
+            state: Of the batch there: "present" or "end".
+
+        Raises:
+            RolloutDataError: The rollouts ended before they began.
+            ResumeError: The cursor carries rows that its batch does not have.
+            PlanError: The batch cannot be planned as asked.
         """
         carried = list(cursor.carried)
         if state == "end" and cursor.batch_id == 0:
             raise RolloutDataError(f"{self._source} was closed without a single rollout")
         if state == "end" and not carried:
-            return {"kind": "end"}
+            return Announcement("end")
         index, origins = self._index(cursor, state == "present")
         is_stale = self._staleness.is_stale(index, cursor.batch_id)
-        stale = np.unique(index.rollout_indices[is_stale]).size
-        counts = {"stale_rollouts": stale, "dropped_rollouts": 0}
-        if stale and self._staleness.policy == "drop":
-            counts["dropped_rollouts"] = stale
+        stale = int(np.unique(index.rollout_indices[is_stale]).size)
+        dropped = stale if self._staleness.policy == "drop" else 0
+        if dropped:
             kept = np.flatnonzero(~is_stale)
             index, origins = index.take(kept), [origins[row] for row in kept]
             progress(
@@ -102,18 +104,17 @@ class Announcer:
                 f"than {counted(self._staleness.limit or 0, 'batch')}"
             )
         if not origins:
-            return {"kind": "nothing", **counts}
-        is_whole = state == "present" and not carried and not counts["dropped_rollouts"]
+            return Announcement("nothing", stale_rollouts=stale, dropped_rollouts=dropped)
+        is_whole = state == "present" and not carried and not dropped
         plan = self._rollout_sides_plan(cursor.batch_id, index) if is_whole else None
         if plan is None:
             plan = make_plan(index, self._layout, self._options, last=state == "end")
             plan.check()
-        source = self._identity(origins)
-        return {
-            "kind": "plan", "plan": plan.to_json(), "origins": origins, "source": source, **counts
-        }  # fmt: skip
+        return Announcement(
+            "plan", plan.to_json(), tuple(origins), self._identity(origins), stale, dropped
+        )
 
-    def _identity(self, origins: Origins) -> dict[str, Any]:
+    def _identity(self, origins: list[Origin]) -> dict[str, Any]:
         stamps = {b: self._source.content_stamp(b) for b in sorted(rows_by_batch(origins))}
         return {
             "source_id": self._source.source_id(),
@@ -121,7 +122,7 @@ class Announcer:
             "stamps": stamps,
         }
 
-    def _index(self, cursor: Cursor, is_present: bool) -> tuple[SampleIndex, Origins]:
+    def _index(self, cursor: Cursor, is_present: bool) -> tuple[SampleIndex, list[Origin]]:
         """Of the carried samples and the batch's own, and where each comes from."""
         origins = list(cursor.carried)
         parts = [self._carried(batch, rows) for batch, rows in rows_by_batch(origins).items()]
@@ -156,11 +157,3 @@ class Announcer:
         if what not in self._said:
             self._said.add(what)
             progress(f"rollout batch {batch_id} {what}; rank 0 plans it (said once)")
-
-
-def rows_by_batch(origins: Origins | tuple[tuple[int, int], ...]) -> dict[int, list[int]]:
-    """Batch → its rows, in order."""
-    rows: dict[int, list[int]] = {}
-    for batch, row in origins:
-        rows.setdefault(batch, []).append(row)
-    return rows

@@ -7,9 +7,8 @@ import numpy as np
 from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.output import progress
 from megatron_dynbatch.rollouts import RolloutDataError
-from megatron_dynbatch.steps.prefetch import OpenBatch
-
-MOST_IN_A_ROW = 3
+from megatron_dynbatch.steps.config import MOST_EMPTY_BATCHES
+from megatron_dynbatch.steps.loaded_batch import LoadedBatch
 
 
 class EmptyBatches:
@@ -22,7 +21,7 @@ class EmptyBatches:
         OptionError: It is less than 1.
     """
 
-    def __init__(self, most_in_a_row: int = MOST_IN_A_ROW) -> None:
+    def __init__(self, most_in_a_row: int = MOST_EMPTY_BATCHES) -> None:
         if most_in_a_row < 1:
             raise OptionError(
                 f"--max-empty-batches {most_in_a_row}: give a number of batches, 1 or more"
@@ -30,7 +29,7 @@ class EmptyBatches:
         self._most = most_in_a_row
         self._in_a_row: list[int] = []
 
-    def look_at(self, batch: OpenBatch, *, says: bool) -> None:
+    def look_at(self, batch: LoadedBatch, *, says: bool) -> None:
         """Looks at a batch before its first step.
 
         Args:
@@ -58,9 +57,9 @@ class EmptyBatches:
             progress(f"rollout batch {batch.batch_id} trains nothing: {why}")
 
 
-def reason(batch: OpenBatch) -> str | None:
+def reason(batch: LoadedBatch) -> str | None:
     """Why a batch trains nothing; None if it trains, or is kept for the next one."""
-    plan, stale = batch.plan, batch.message["dropped_rollouts"]
+    plan, stale = batch.plan, batch.announcement.dropped_rollouts
     if batch.carried or _trains(batch):
         return None
     parts = []
@@ -76,7 +75,7 @@ def reason(batch: OpenBatch) -> str | None:
     return ", ".join(parts)
 
 
-def _trains(batch: OpenBatch) -> bool:
+def _trains(batch: LoadedBatch) -> bool:
     plan = batch.plan
     return plan is not None and any(step.num_trained_tokens for step in plan.steps)
 

@@ -19,7 +19,7 @@ from megatron_dynbatch.plan import Plan, PlanError, PlanOptions, StepPlan, padde
 from megatron_dynbatch.plan.decreasing import best_fit_decreasing
 from megatron_dynbatch.plan.simple import expand_bins_by_splitting
 from megatron_dynbatch.rollouts import Sample
-from megatron_dynbatch.steps.prefetch import OpenBatch
+from megatron_dynbatch.steps.loaded_batch import LoadedBatch
 from megatron_dynbatch.steps.step import Step
 from megatron_dynbatch.wording import counted
 
@@ -75,7 +75,7 @@ def plan_forward_pass(plan: Plan, max_tokens_per_gpu: int, first_step: int = 0) 
 
 
 def run_forward_only(
-    batch: OpenBatch,
+    batch: LoadedBatch,
     model: Sequence[Any],
     forward_step: ForwardStep,
     schedule: Callable[..., Any],

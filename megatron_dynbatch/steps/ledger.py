@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ def rollouts_of(index: SampleIndex, batch_id: int) -> list[Rollout]:
     return [(batch_id, int(row)) for row in sorted(first_rows)]
 
 
-def step_entry(plan: Plan, origins: list[Rollout], cursor: Cursor) -> Entry:
+def step_entry(plan: Plan, origins: Sequence[Rollout], cursor: Cursor) -> Entry:
     """The line of the step at the cursor; `origins` is (batch, row) of each plan row."""
     step = plan.steps[cursor.step_index]
     consumed = _names(plan, step.samples.tolist(), origins)
@@ -170,7 +170,7 @@ def step_entry(plan: Plan, origins: list[Rollout], cursor: Cursor) -> Entry:
 
 
 def closing_entry(
-    plan: Plan | None, origins: list[Rollout], source: RolloutSource, cursor: Cursor
+    plan: Plan | None, origins: Sequence[Rollout], source: RolloutSource, cursor: Cursor
 ) -> Entry:
     """The line of a closed batch: what it leaves out, by its plan or because it was too old.
 
@@ -202,7 +202,7 @@ def _entry_at(cursor: Cursor, **values: Any) -> Entry:
     )
 
 
-def _names(plan: Plan, rows: Iterable[int], origins: list[Rollout]) -> tuple[Rollout, ...]:
+def _names(plan: Plan, rows: Iterable[int], origins: Sequence[Rollout]) -> tuple[Rollout, ...]:
     first_rows = np.unique(plan.index.rollout_indices, return_index=True)[1]
     found = dict.fromkeys(int(first_rows[plan.index.rollout_indices[row]]) for row in rows)
     return tuple(origins[row] for row in sorted(found))

@@ -11,60 +11,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dynbatch.output import progress
-from megatron_dynbatch.plan import Plan
-from megatron_dynbatch.rollouts import Sample
 from megatron_dynbatch.steps.exchange import poll_seconds
-from megatron_dynbatch.steps.step import Step
 
 _POLL_SECONDS = 0.01  # a look may be a call to a file system, while training needs the processor
 _PROGRESS_SECONDS = 10.0
 _LONGEST_CANCEL_SECONDS = 60.0
 
 
-@dataclass
-class OpenBatch:
-    """A batch as one rank has it.
-
-    Attributes:
-        batch_id: The rollout batch.
-        message: What rank 0 announced (see `Announcer.announce`).
-        plan: None if nothing of it is trained.
-        origins: (batch, row) of each plan row.
-        samples: Plan row → sample, for the rows that this rank still trains.
-        steps: Step index → step, as far as they were made.
-        fingerprint: Of the plan; without one, what was announced.
-        carried: (batch, row) of samples that are kept for the next batch.
-        dropped_rollouts: Rollouts that are left out.
-        steps_digest: Hash of which samples each step has; "" if nothing of the batch is trained.
-        first_step: The step of the plan at which this run begins with the batch.
-        stamps: What tells each batch that the plan draws on from any other of its number.
-        digests: What was read → hash of what this rank has of it.
-    """
-
-    batch_id: int
-    message: dict[str, Any]
-    plan: Plan | None
-    origins: list[tuple[int, int]]
-    samples: dict[int, Sample]
-    steps: dict[int, Step]
-    first_step: int = 0
-    fingerprint: str = ""
-    carried: tuple[tuple[int, int], ...] = ()
-    dropped_rollouts: int = 0
-    steps_digest: str = ""
-    stamps: list[str] = field(default_factory=list)
-    digests: dict[str, str] = field(default_factory=dict)
-
-
 class Cancelled(Exception):
     """The thread is no longer wanted."""
 
 
-class Prefetch:
+class Prefetch[T]:
     """One thread that prepares one batch.
 
     Args:
@@ -72,12 +33,12 @@ class Prefetch:
         prepare: Makes it; calls `wait` for what is not there yet.
     """
 
-    def __init__(self, batch_id: int, prepare: Callable[[Prefetch], OpenBatch]) -> None:
+    def __init__(self, batch_id: int, prepare: Callable[[Prefetch[T]], T]) -> None:
         self.batch_id = batch_id
         self.is_waiting = True
         self._cancelled = threading.Event()
         self._done = threading.Event()
-        self._result: OpenBatch | None = None
+        self._result: T | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, args=(prepare,), daemon=True, name=f"rollout batch {batch_id}"
@@ -90,7 +51,7 @@ class Prefetch:
         """Whether `result` would not wait."""
         return self._done.is_set()
 
-    def wait[T](self, look: Callable[[], T | None]) -> T:
+    def wait[F](self, look: Callable[[], F | None]) -> F:
         """In the thread: call `look` until it finds something."""
         start = time.monotonic()
         while (found := look()) is None:
@@ -99,7 +60,7 @@ class Prefetch:
         self.is_waiting = False
         return found
 
-    def result(self, waiting_for: str, timeout: float, on_timeout: Callable[[], Any]) -> OpenBatch:
+    def result(self, waiting_for: str, timeout: float, on_timeout: Callable[[], Any]) -> T:
         """The batch; an error of the thread is raised here.
 
         Args:
@@ -126,7 +87,7 @@ class Prefetch:
         self._cancelled.set()
         self._thread.join(timeout=_LONGEST_CANCEL_SECONDS)
 
-    def _run(self, prepare: Callable[[Prefetch], OpenBatch]) -> None:
+    def _run(self, prepare: Callable[[Prefetch[T]], T]) -> None:
         try:
             self._result = prepare(self)
         except BaseException as error:  # raised where the batch is asked for
@@ -134,7 +95,7 @@ class Prefetch:
         self._done.set()
 
 
-_running: weakref.WeakSet[Prefetch] = weakref.WeakSet()
+_running: weakref.WeakSet[Prefetch[Any]] = weakref.WeakSet()
 
 
 @atexit.register

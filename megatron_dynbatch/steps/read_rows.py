@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
 from megatron_dynbatch.plan import Plan
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutSource, Sample, SampleIndex
-from megatron_dynbatch.steps.announce import Origins, rows_by_batch
-from megatron_dynbatch.steps.prefetch import OpenBatch
+from megatron_dynbatch.steps.announcement import Origins, rows_by_batch
 
 
 def rows_of_rank(plan: Plan, dp_rank: int, first_step: int) -> list[int]:
@@ -60,13 +59,15 @@ def sample_of_lengths(index: SampleIndex, row: int) -> Sample:
     return Sample(np.zeros(tokens, np.int64), loss_mask=np.zeros(response, np.uint8))
 
 
-def check_log_probs(batch: OpenBatch, fields: Collection[str] | None) -> None:
+def check_log_probs(
+    samples: Mapping[int, Sample], origins: Origins, fields: Collection[str] | None
+) -> None:
     """Raises RolloutDataError if a sample lacks the log-probs that importance weights need."""
     if fields is not None and "rollout_log_probs" not in fields:
         return
-    for row, sample in batch.samples.items():
+    for row, sample in samples.items():
         if sample.rollout_log_probs is None and sample.mask_sum:
-            origin, own_row = batch.origins[row]
+            origin, own_row = origins[row]
             raise RolloutDataError(
                 f"row {own_row} of rollout batch {origin} has no rollout_log_probs: rollouts older "
                 "than the staleness limit can be trained only with importance weights; give them, "

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
-from megatron_dynbatch.steps import Exchange, StepFeed
+from megatron_dynbatch.steps import Cursor, Exchange, StepFeed
+from megatron_dynbatch.steps.next_batch import NextBatch
 from tests.harness import launch
 from tests.parity.job import OWN_SCRIPT, Cell
 from tests.parity.layouts import Layout
@@ -75,15 +76,15 @@ def _version(feed: StepFeed) -> None:
 
 
 def _option(feed: StepFeed) -> None:
-    feed.options = replace(OPTIONS, loss_reduction="sample")
+    feed._next._options = replace(OPTIONS, loss_reduction="sample")
 
 
 def _flag(feed: StepFeed) -> None:
-    feed.job_facts = {"--lr": "0.02"}
+    feed._next._config = replace(feed.config, job_facts={"--lr": "0.02"})
 
 
 def _layout(feed: StepFeed) -> None:
-    feed.layout = replace(LAYOUT, vpp=2)
+    feed._next._layout = replace(LAYOUT, vpp=2)
 
 
 def _nothing(feed: StepFeed) -> None:
@@ -273,24 +274,25 @@ def train_late(argv: list[str]) -> str:
     from megatron_dynbatch import hooks
 
     hooks.install()
-    agreed = StepFeed._agreed_batch
+    agreed = NextBatch.get
 
-    def late(feed: StepFeed) -> Any:
-        assert feed.exchange.timeout == 240.0
-        if feed.cursor.batch_id == 1:
-            feed.exchange.timeout = 0.2
-            while dist.get_rank() == 1 and feed.exchange.failure() is None:
+    def late(batches: NextBatch, cursor: Cursor, on_batch_needed: Any) -> Any:
+        exchange = batches._exchange
+        assert exchange.timeout == 240.0
+        if cursor.batch_id == 1:
+            exchange.timeout = 0.2
+            while dist.get_rank() == 1 and exchange.failure() is None:
                 time.sleep(0.01)
-        return agreed(feed)
+        return agreed(batches, cursor, on_batch_needed)
 
-    StepFeed._agreed_batch = late  # type: ignore[method-assign]
+    NextBatch.get = late  # type: ignore[method-assign]
     try:
         launch(OWN_SCRIPT, argv)
         error = "none"
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     finally:
-        StepFeed._agreed_batch = agreed  # type: ignore[method-assign]
+        NextBatch.get = agreed  # type: ignore[method-assign]
     return error
 
 

@@ -69,7 +69,7 @@ def test_host_copies_are_freed_after_their_batch(tmp_path: Path) -> None:
         del step
         feed.finish_step()
         if batch_id % 10 == 9 and feed.cursor.step_index == 0:
-            prefetch = feed._prefetch
+            prefetch = feed._next._prefetch
             assert prefetch is not None
             prefetch._done.wait(10)
             counts.append(live_tensors())
@@ -104,8 +104,8 @@ def settle() -> None:
     from megatron_dynbatch.hooks.session import session
 
     run = session()
-    assert run is not None and run.feed._prefetch is not None
-    assert run.feed._prefetch._done.wait(30)
+    assert run is not None and run.feed._next._prefetch is not None
+    assert run.feed._next._prefetch._done.wait(30)
     run.feed._packer.submit(int).result()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from megatron_dynbatch.plan import ParallelLayout, Plan, PlanError, PlanOptions,
 from megatron_dynbatch.plan.handshake import publish_layout, write_planned
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory, Sample, SampleIndex
 from megatron_dynbatch.steps import Cursor, Staleness, announce
-from megatron_dynbatch.steps.announce import Announcer, rows_by_batch
+from megatron_dynbatch.steps.announce import Announcer
+from megatron_dynbatch.steps.announcement import Announcement, rows_by_batch
 
 LAYOUT = ParallelLayout()
 
@@ -44,47 +46,45 @@ def announcer(
     return Announcer(source, LAYOUT, chosen, staleness or Staleness())
 
 
-def steps_of(said: dict[str, Any]) -> list[list[int]]:
+def steps_of(said: Announcement) -> list[list[int]]:
     """Plan rows of each step."""
-    return [sorted(step.samples) for step in Plan.from_json(said["plan"]).steps]
+    return [sorted(step.samples) for step in Plan.from_json(said.plan).steps]
 
 
 def test_a_batch_that_is_there_is_planned_whole(source: RolloutDirectory) -> None:
     said = announcer(source, rollouts_per_step=2).announce(Cursor(), "present")
     assert steps_of(said) == [[0, 1], [2]]
-    del said["plan"]
-    assert said == {
-        "kind": "plan",
-        "origins": [(0, 0), (0, 1), (0, 2)],
-        "stale_rollouts": 0,
-        "dropped_rollouts": 0,
-        "source": {
-            "source_id": source.source_id(),
-            "source_name": str(source),
-            "stamps": {0: source.content_stamp(0)},
-        },
+    identity = {
+        "source_id": source.source_id(),
+        "source_name": str(source),
+        "stamps": {0: source.content_stamp(0)},
     }
+    assert replace(said, plan="") == Announcement(
+        "plan", origins=((0, 0), (0, 1), (0, 2)), source=identity
+    )
+    # As the other ranks get it: JSON has no tuples.
+    assert Announcement.from_dict(json.loads(json.dumps(said.to_dict()))).origins == said.origins
 
 
 def test_carried_samples_come_first_and_are_stamped_too(source: RolloutDirectory) -> None:
     carrying = Cursor(batch_id=2, carried=((0, 2), (1, 1)))
     said = announcer(source, rollouts_per_step=4, leftover="carry").announce(carrying, "present")
-    assert said["origins"] == [(0, 2), (1, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
+    assert list(said.origins) == [(0, 2), (1, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
     assert steps_of(said) == [[0, 1, 2, 3]]  # two are carried on
-    assert said["source"]["stamps"] == {n: source.content_stamp(n) for n in range(3)}
+    assert said.source["stamps"] == {n: source.content_stamp(n) for n in range(3)}
 
 
 def test_at_the_end_what_is_carried_is_trained(source: RolloutDirectory) -> None:
     carrying = Cursor(batch_id=3, carried=((0, 2), (2, 1)))
     said = announcer(source, rollouts_per_step=4, leftover="carry").announce(carrying, "end")
-    assert said["origins"] == [(0, 2), (2, 1)] and steps_of(said) == [[0, 1]]
-    assert set(said["source"]["stamps"]) == {0, 2}
+    assert list(said.origins) == [(0, 2), (2, 1)] and steps_of(said) == [[0, 1]]
+    assert set(said.source["stamps"]) == {0, 2}
 
 
 def test_the_end_with_nothing_left(source: RolloutDirectory) -> None:
     rank = announcer(source)
-    assert rank.announce(Cursor(batch_id=3), "end") == {"kind": "end"}
-    assert rank.announce(Cursor(batch_id=1), "end") == {"kind": "end"}
+    assert rank.announce(Cursor(batch_id=3), "end") == Announcement("end")
+    assert rank.announce(Cursor(batch_id=1), "end") == Announcement("end")
     with pytest.raises(RolloutDataError, match="was closed without a single rollout"):
         rank.announce(Cursor(), "end")
 
@@ -144,30 +144,30 @@ def test_old_rollouts_are_dropped_and_told(
     source: RolloutDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = announcer(source, Staleness(1)).announce(Cursor(batch_id=2), "present")
-    assert said["origins"] == [(2, 2), (2, 3)] and steps_of(said) == [[0, 1]]
-    assert (said["stale_rollouts"], said["dropped_rollouts"]) == (2, 2)
+    assert list(said.origins) == [(2, 2), (2, 3)] and steps_of(said) == [[0, 1]]
+    assert (said.stale_rollouts, said.dropped_rollouts) == (2, 2)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("rollout batch 2: 2 rollouts dropped, older than 1 batch")
 
 
 def test_old_rollouts_are_trained_and_counted(source: RolloutDirectory) -> None:
     said = announcer(source, Staleness(1, "train")).announce(Cursor(batch_id=2), "present")
-    assert len(said["origins"]) == 4
-    assert (said["stale_rollouts"], said["dropped_rollouts"]) == (2, 0)
+    assert len(said.origins) == 4
+    assert (said.stale_rollouts, said.dropped_rollouts) == (2, 0)
 
 
 def test_young_rollouts_are_not_spoken_of(
     source: RolloutDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = announcer(source, Staleness(2)).announce(Cursor(batch_id=2), "present")
-    assert (said["stale_rollouts"], said["dropped_rollouts"]) == (0, 0)
+    assert (said.stale_rollouts, said.dropped_rollouts) == (0, 0)
     assert "dropped" not in capsys.readouterr().out
 
 
 def test_a_batch_that_is_too_old_altogether(source: RolloutDirectory) -> None:
     source.write(samples(0, 1))
     said = announcer(source, Staleness(1)).announce(Cursor(batch_id=3), "present")
-    assert said == {"kind": "nothing", "stale_rollouts": 2, "dropped_rollouts": 2}
+    assert said == Announcement("nothing", stale_rollouts=2, dropped_rollouts=2)
 
 
 @pytest.mark.parametrize(

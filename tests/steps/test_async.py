@@ -11,7 +11,7 @@ from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.plan.handshake import write_planned
 from megatron_dynbatch.rollouts import RolloutCollector, RolloutQueue, Sample
 from megatron_dynbatch.rollouts.flow import publish_weights, wait_for_weights
-from megatron_dynbatch.steps import Cursor, OpenBatch, Staleness, StepFeed
+from megatron_dynbatch.steps import Cursor, LoadedBatch, Staleness, StepFeed
 
 NUM_BATCHES, GROUPS = 8, 3
 
@@ -39,7 +39,7 @@ def test_no_trained_rollout_is_staler_than_the_limit(limit: int) -> None:
     def when_needed(cursor: Cursor) -> None:
         publish_weights(queue, cursor.batch_id, "")
 
-    def when_opened(batch: OpenBatch) -> dict[int, Sample]:
+    def when_opened(batch: LoadedBatch) -> dict[int, Sample]:
         publish_weights(queue, batch.batch_id, "")
         return batch.samples
 

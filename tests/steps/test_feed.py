@@ -12,7 +12,7 @@ import pytest
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.plan.handshake import publish_layout, read_layout, write_planned
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
-from megatron_dynbatch.steps import BatchTimeout, Cursor, OpenBatch, Staleness, StepFeed
+from megatron_dynbatch.steps import BatchTimeout, Cursor, LoadedBatch, Staleness, StepFeed
 from megatron_dynbatch.steps.cursor import STEP_OPTIONS
 
 LAYOUT = ParallelLayout()
@@ -354,7 +354,7 @@ def test_the_next_batch_is_ready_before_it_is_asked_for(tmp_path: Path) -> None:
     source = directory(tmp_path / "r", [2, 2])
     steps = feed(source)
     assert steps.open_step() is not None
-    prefetch = steps._prefetch
+    prefetch = steps._next._prefetch
     assert prefetch is not None and prefetch.batch_id == 1
     assert prefetch._done.wait(60)
     shutil.rmtree(tmp_path / "r")  # everything was read
@@ -368,7 +368,7 @@ def test_a_batch_is_packed_ahead_though_the_user_looks_at_it(tmp_path: Path) -> 
     """`on_batch_opened` keeps what was packed if it hands back the samples that it was given."""
     steps = feed(directory(tmp_path / "r", [2, 2]))
     steps.on_batch_opened = lambda batch: batch.samples
-    opened = steps._agreed_batch()
+    opened = steps._next.get(steps.cursor, None)
     ahead = opened.steps[0]
     steps._replace_samples(opened, opened.samples)
     assert opened.steps[0] is ahead
@@ -409,7 +409,7 @@ def test_samples_can_be_completed_when_a_batch_opens(tmp_path: Path) -> None:
     steps = feed(source, rollouts_per_step=2)
     opened: list[int] = []
 
-    def add_values(batch: OpenBatch) -> dict[int, Sample]:
+    def add_values(batch: LoadedBatch) -> dict[int, Sample]:
         opened.append(batch.batch_id)
         return {r: replace(s, values=[r + 0.5] * 2) for r, s in batch.samples.items()}
 

@@ -93,7 +93,7 @@ def log_probs(cp: int = 1, pp: int = 1, vpp: int = 1) -> dict[int, list[float]]:
         results.update(
             run_forward_only(
                 batch, model, forward_step, get_forward_backward_func(), max_tokens_per_gpu=40,
-                dp_rank=feed.dp_rank, cp_rank=feed.cp_rank,
+                dp_rank=feed.config.dp_rank, cp_rank=feed.config.cp_rank,
                 cp_group=mpu.get_context_parallel_group(),
             )
         )  # fmt: skip

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory, Sample
-from megatron_dynbatch.steps import Exchange, StepFeed
+from megatron_dynbatch.steps import Exchange, StepFeed, config
 from megatron_dynbatch.steps.exchange import RankFailure
 
 SAMPLES = [Sample([1, 2, 3], 2)]
@@ -22,12 +22,12 @@ def feed(path: Path, **options: object) -> StepFeed:
 
 
 def test_a_mistyped_path_is_an_error_on_all_ranks_and_is_not_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(config, "GRACE_SECONDS", 0.1)
     store = dist.HashStore()
     exchanges = [Exchange(store, rank, 2, timeout=600.0) for rank in range(2)]
     first, second = (feed(tmp_path / "rolouts", batch_timeout=600.0, exchange=e) for e in exchanges)
-    first.path_timeout = 0.1
     errors: list[BaseException] = []
 
     def other() -> None:
@@ -49,9 +49,9 @@ def test_a_mistyped_path_is_an_error_on_all_ranks_and_is_not_made(
 
 
 def test_how_long_is_waited(tmp_path: Path) -> None:
-    assert feed(tmp_path).path_timeout == 60.0
-    assert feed(tmp_path, batch_timeout=5.0).path_timeout == 5.0
-    assert feed(tmp_path, batch_timeout=900.0, wait_for_path=True).path_timeout == 900.0
+    assert feed(tmp_path).config.path_timeout == 60.0
+    assert feed(tmp_path, batch_timeout=5.0).config.path_timeout == 5.0
+    assert feed(tmp_path, batch_timeout=900.0, wait_for_path=True).config.path_timeout == 900.0
 
 
 def test_a_rollout_side_that_comes_later_is_waited_for(
