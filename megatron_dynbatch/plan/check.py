@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.decreasing import best_fit_decreasing
 from megatron_dynbatch.plan.denominators import loss_denominator, sample_denominators
 from megatron_dynbatch.plan.errors import PlanError
 from megatron_dynbatch.plan.layout import padded_length, response_rows
+from megatron_dynbatch.plan.packing.decreasing import best_fit_decreasing
 from megatron_dynbatch.plan.planner import oversize_rows
 from megatron_dynbatch.wording import counted
 

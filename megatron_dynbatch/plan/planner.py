@@ -11,7 +11,7 @@ from megatron_dynbatch.plan.denominators import loss_denominator, sample_denomin
 from megatron_dynbatch.plan.errors import PlanError
 from megatron_dynbatch.plan.layout import ParallelLayout, padded_length, response_rows
 from megatron_dynbatch.plan.options import PlanOptions
-from megatron_dynbatch.plan.pack import pack_step
+from megatron_dynbatch.plan.packing.pack import pack_step
 from megatron_dynbatch.plan.splitters import split_steps
 from megatron_dynbatch.plan.types import Plan, StepPlan
 from megatron_dynbatch.rollouts.index import SampleIndex

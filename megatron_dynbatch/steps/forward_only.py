@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.plan import Plan, PlanError, PlanOptions, StepPlan, padded_length
-from megatron_dynbatch.plan.decreasing import best_fit_decreasing
-from megatron_dynbatch.plan.simple import expand_bins_by_splitting
+from megatron_dynbatch.plan.packing.decreasing import best_fit_decreasing
+from megatron_dynbatch.plan.packing.splitting import expand_bins_by_splitting
 from megatron_dynbatch.rollouts import Sample
 from megatron_dynbatch.steps.prefetch import OpenBatch
 from megatron_dynbatch.steps.step import Step
