@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.plan_baselines import BASELINES, Ranks, load_peers, longest_processing_time
 from megatron_dynbatch.plan import CostModel, ParallelLayout, PlanOptions
 from megatron_dynbatch.plan.distributions import DISTRIBUTIONS, draw_lengths
-from megatron_dynbatch.plan.pack import pack_step
+from megatron_dynbatch.plan.packing.pack import pack_step
 
 STORE = Path(__file__).with_name("plan_annealed.json")
 NUM_SAMPLES = 256

@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks.plan_baselines import BASELINES, Packer, Ranks, load_peers
 from megatron_dynbatch.plan import CostModel, ParallelLayout, PlanOptions, make_plan
-from megatron_dynbatch.plan.bounds import makespan_bound, martello_toth_bound
 from megatron_dynbatch.plan.distributions import DISTRIBUTIONS, draw_lengths
+from megatron_dynbatch.plan.packing.bounds import makespan_bound, martello_toth_bound
 from megatron_dynbatch.rollouts.index import SampleIndex
 
 OURS = "ours"

@@ -6,9 +6,9 @@ Names are imported when first used, so that ``megatron_dynbatch.plan`` and
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megatron_dynbatch._lazy import names_from
 from megatron_dynbatch._version import __version__
 
 if TYPE_CHECKING:
@@ -49,8 +49,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+__getattr__ = names_from(_HOME, __name__)

@@ -1,17 +1,21 @@
 """Rollouts → steps → micro-batches on DP ranks. Needs NumPy only."""
 
+from typing import TYPE_CHECKING
+
+from megatron_dynbatch._lazy import names_from
 from megatron_dynbatch.plan.cost import CostModel
 from megatron_dynbatch.plan.errors import PlanError
 from megatron_dynbatch.plan.layout import ParallelLayout, padded_length, padded_micro_batch
+from megatron_dynbatch.plan.list_form import Schedule
 from megatron_dynbatch.plan.options import PlanOptions
+from megatron_dynbatch.plan.packing.splitting import expand_bins_by_splitting
 from megatron_dynbatch.plan.planner import make_plan
-from megatron_dynbatch.plan.schedule import Schedule, build_dp_schedule
-from megatron_dynbatch.plan.simple import (
-    compute_dynamic_global_batch_size,
-    expand_bins_by_splitting,
-    first_fit_pack,
-)
-from megatron_dynbatch.plan.types import Plan, StepPlan
+from megatron_dynbatch.plan.simple import compute_dynamic_global_batch_size, first_fit_pack
+from megatron_dynbatch.plan.step_plan import StepPlan
+from megatron_dynbatch.plan.types import Plan
+
+if TYPE_CHECKING:
+    from megatron_dynbatch.integrations.schedule import build_dp_schedule
 
 __all__ = [
     "CostModel",
@@ -29,3 +33,5 @@ __all__ = [
     "padded_length",
     "padded_micro_batch",
 ]
+
+__getattr__ = names_from({"build_dp_schedule": "integrations.schedule"}, __name__)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.decreasing import best_fit_decreasing
 from megatron_dynbatch.plan.denominators import loss_denominator, sample_denominators
 from megatron_dynbatch.plan.errors import PlanError
 from megatron_dynbatch.plan.layout import padded_length, response_rows
-from megatron_dynbatch.plan.planner import oversize_rows
+from megatron_dynbatch.plan.oversize import oversize_rows
+from megatron_dynbatch.plan.packing.decreasing import best_fit_decreasing
+from megatron_dynbatch.plan.plan_data import PlanData
+from megatron_dynbatch.plan.step_plan import StepPlan
 from megatron_dynbatch.wording import counted
 
-if TYPE_CHECKING:
-    from megatron_dynbatch.plan.types import Plan, StepPlan
 
-
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: PlanData) -> None:
     """Raise `PlanError` naming the first guarantee that the plan breaks, and where."""
     _check_coverage(plan)
     step_of_sample = np.full(len(plan.index.total_lengths), -1, dtype=np.int64)
@@ -38,7 +36,7 @@ def check_plan(plan: Plan) -> None:
     _check_sample_denoms(plan)
 
 
-def _check_coverage(plan: Plan) -> None:
+def _check_coverage(plan: PlanData) -> None:
     """Each sample is in one micro-batch of one step, or carried, or dropped."""
     num_samples = len(plan.index.total_lengths)
     places = [step.samples for step in plan.steps]
@@ -63,7 +61,7 @@ def _check_coverage(plan: Plan) -> None:
 
 
 def _check_whole(
-    units: NDArray[np.int64], step_of_sample: NDArray[np.int64], plan: Plan, word: str
+    units: NDArray[np.int64], step_of_sample: NDArray[np.int64], plan: PlanData, word: str
 ) -> None:
     """No unit (rollout or prompt group) has planned samples in two steps or left over."""
     placed = np.ones(len(units), dtype=bool)
@@ -90,7 +88,7 @@ class _Cap:
     limit: int
 
 
-def _caps(plan: Plan) -> list[_Cap]:
+def _caps(plan: PlanData) -> list[_Cap]:
     options, layout, index = plan.options, plan.layout, plan.index
     caps: list[_Cap] = []
     capacity = options.capacity(layout)
@@ -107,7 +105,7 @@ def _caps(plan: Plan) -> list[_Cap]:
     return caps
 
 
-def _check_oversize(plan: Plan) -> None:
+def _check_oversize(plan: PlanData) -> None:
     expected = oversize_rows(plan.index, plan.layout, plan.options).tolist()
     if list(plan.oversize) != expected:
         raise PlanError(f"plan: oversize samples are {expected}, reported {list(plan.oversize)}")
@@ -119,7 +117,7 @@ def _check_oversize(plan: Plan) -> None:
         )
 
 
-def _check_counts(plan: Plan, number: int, step: StepPlan) -> None:
+def _check_counts(plan: PlanData, number: int, step: StepPlan) -> None:
     """dp ranks with the same count each, one that Megatron's schedule accepts."""
     if len(step.micro_batches) != plan.layout.dp:
         raise PlanError(
@@ -141,7 +139,7 @@ def _check_counts(plan: Plan, number: int, step: StepPlan) -> None:
         )
 
 
-def _check_micro_batches(plan: Plan, number: int, step: StepPlan, caps: list[_Cap]) -> None:
+def _check_micro_batches(plan: PlanData, number: int, step: StepPlan, caps: list[_Cap]) -> None:
     """Caps as laid out; an oversize sample is alone."""
     for cap in caps:
         amounts = cap.per_sample.tolist()
@@ -155,7 +153,7 @@ def _check_micro_batches(plan: Plan, number: int, step: StepPlan, caps: list[_Ca
                     )
 
 
-def _check_num_dummies(plan: Plan, number: int, step: StepPlan, caps: list[_Cap]) -> None:
+def _check_num_dummies(plan: PlanData, number: int, step: StepPlan, caps: list[_Cap]) -> None:
     """No dummy that splitting or a smaller count would have avoided."""
     dp, count = plan.layout.dp, step.num_microbatches
     wanted = max(0, dp * count - step.num_samples)
@@ -175,7 +173,7 @@ def _check_num_dummies(plan: Plan, number: int, step: StepPlan, caps: list[_Cap]
         )
 
 
-def _check_denominators(plan: Plan, number: int, step: StepPlan) -> None:
+def _check_denominators(plan: PlanData, number: int, step: StepPlan) -> None:
     rows = step.samples
     expected = {
         "step_global_batch_size": int(np.unique(plan.index.rollout_indices[rows]).size),
@@ -189,7 +187,7 @@ def _check_denominators(plan: Plan, number: int, step: StepPlan) -> None:
             )
 
 
-def _check_sample_denoms(plan: Plan) -> None:
+def _check_sample_denoms(plan: PlanData) -> None:
     rows = np.concatenate([np.zeros(0, np.int64), *(step.samples for step in plan.steps)])
     expected = sample_denominators(plan.index, rows, plan.options)
     if plan.sample_denoms.dtype != expected.dtype or len(plan.sample_denoms) != len(expected):

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.denominators import loss_denominator, sample_denominators
+from megatron_dynbatch.plan.denominators import sample_denominators
 from megatron_dynbatch.plan.errors import PlanError
 from megatron_dynbatch.plan.layout import ParallelLayout, padded_length, response_rows
 from megatron_dynbatch.plan.options import PlanOptions
-from megatron_dynbatch.plan.pack import pack_step
+from megatron_dynbatch.plan.oversize import oversize_rows, reject_oversize
+from megatron_dynbatch.plan.packing.pack import pack_step
 from megatron_dynbatch.plan.splitters import split_steps
-from megatron_dynbatch.plan.types import Plan, StepPlan
+from megatron_dynbatch.plan.step_plan import StepPlan, make_step
+from megatron_dynbatch.plan.types import Plan
 from megatron_dynbatch.rollouts.index import SampleIndex
 
 MAX_MICRO_BATCHES = 1 << 24
@@ -43,7 +45,7 @@ def make_plan(
     steps_options = options.without_carry() if last else options
     oversize = oversize_rows(index, layout, options)
     if oversize.size and options.oversize == "error":
-        _reject_oversize(index, oversize, layout, options)
+        reject_oversize(index, oversize, layout, options)
     is_kept = np.ones(len(index), dtype=bool)
     if options.oversize == "drop":
         is_kept[oversize] = False
@@ -100,47 +102,5 @@ def _plan_step(
     logit_rows = None
     if options.max_logits_per_gpu is not None:
         logit_rows = response_rows(index.total_lengths[rows], index.response_lengths[rows], layout)
-    ranks = pack_step(lengths, logit_rows, layout, options).micro_batches(rows)
-    return StepPlan(
-        micro_batches=tuple(tuple(map(tuple, rank)) for rank in ranks),
-        step_global_batch_size=num_rollouts,
-        loss_denominator=loss_denominator(index, rows, options),
-        num_trained_tokens=int(index.mask_sums[rows].sum()),
-    )
-
-
-def oversize_rows(
-    index: SampleIndex, layout: ParallelLayout, options: PlanOptions
-) -> NDArray[np.int64]:
-    """Rows that break a cap of a micro-batch all by themselves, ascending."""
-    too_big = np.zeros(len(index.total_lengths), dtype=bool)
-    capacity = options.capacity(layout)
-    if capacity is not None:
-        too_big |= padded_length(index.total_lengths, layout) > capacity
-    logit_capacity = options.logit_capacity(layout)
-    if logit_capacity is not None:
-        rows = response_rows(index.total_lengths, index.response_lengths, layout)
-        too_big |= rows > logit_capacity
-    return np.flatnonzero(too_big)
-
-
-def _describe(index: SampleIndex, rows: NDArray[np.int64]) -> str:
-    """The first few of these samples with their lengths and rollout ids."""
-    shown = ", ".join(
-        f"sample {row} (rollout {int(index.rollout_ids[row])}) has {int(index.total_lengths[row])}"
-        for row in rows[:8].tolist()
-    )
-    return shown + (f", and {rows.size - 8} more" if rows.size > 8 else "")
-
-
-def _reject_oversize(
-    index: SampleIndex, rows: NDArray[np.int64], layout: ParallelLayout, options: PlanOptions
-) -> None:
-    ways = "drop" if options.fixed_width else "alone or drop"
-    logits = options.logit_capacity(layout)
-    logit_words = "" if logits is None else f" or {logits} response rows per GPU"
-    raise PlanError(
-        f"longer than a micro-batch may be ({options.capacity(layout)} tokens{logit_words} as "
-        f"laid out over cp={layout.cp}): {_describe(index, rows)}; raise --max-tokens-per-gpu "
-        f"(now {options.max_tokens_per_gpu}) or the logit cap, or choose --oversize {ways}"
-    )
+    micro_batches = pack_step(lengths, logit_rows, layout, options).micro_batches(rows)
+    return make_step(micro_batches, num_rollouts, index, options)

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.bounds import makespan_bound, martello_toth_bound
 from megatron_dynbatch.plan.cost import integer_costs
 from megatron_dynbatch.plan.layout import padded_length, response_rows
+from megatron_dynbatch.plan.packing.bounds import makespan_bound, martello_toth_bound
+from megatron_dynbatch.plan.step_plan import StepPlan
 from megatron_dynbatch.plan.step_time import predict
-from megatron_dynbatch.plan.types import Plan, StepPlan
+from megatron_dynbatch.plan.types import Plan
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`StepPlan` and `Plan`: what runs where, as plain data."""
+"""`Plan`: the steps of one batch, with their guarantees and their forms as JSON and as lists."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_dynbatch.plan.check import check_plan
 from megatron_dynbatch.plan.errors import PlanError
 from megatron_dynbatch.plan.layout import ParallelLayout
+from megatron_dynbatch.plan.list_form import Schedule, data_from_schedule, plan_to_schedule
 from megatron_dynbatch.plan.options import PlanOptions
+from megatron_dynbatch.plan.plan_data import PlanData
+from megatron_dynbatch.plan.step_plan import StepPlan
 from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.index import SampleIndex
 from megatron_dynbatch.rollouts.strict_json import parse_json
-
-if TYPE_CHECKING:
-    from megatron_dynbatch.plan.schedule import Schedule
 
 FORMAT_VERSION = 1
 INDEX_FIELDS = ("total_lengths", "response_lengths", "mask_sums", "rollout_ids", "group_ids")
@@ -29,75 +29,10 @@ NOT_A_PLAN = (
     ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError,
 )  # fmt: skip
 
-MicroBatches = tuple[tuple[tuple[int, ...], ...], ...]
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One optimizer step.
-
-    Attributes:
-        micro_batches: [dp][M] tuples of sample rows; an empty tuple is a dummy micro-batch.
-        step_global_batch_size: G, rollouts in the step.
-        loss_denominator: B, what the loss of the step is divided by.
-        num_trained_tokens: N, the sum of all masks; a step with N = 0 is passed over by the
-            trainer, its G rollouts are counted all the same.
-    """
-
-    micro_batches: MicroBatches
-    step_global_batch_size: int
-    loss_denominator: int
-    num_trained_tokens: int
-
-    @property
-    def num_microbatches(self) -> int:
-        """M, micro-batches per DP rank, dummies included."""
-        return len(self.micro_batches[0])
-
-    @property
-    def num_samples(self) -> int:
-        """S, samples in the step."""
-        return sum(len(rows) for rank in self.micro_batches for rows in rank)
-
-    @property
-    def num_dummies(self) -> int:
-        """Dummy micro-batches over all DP ranks."""
-        return sum(not rows for rank in self.micro_batches for rows in rank)
-
-    @cached_property
-    def samples(self) -> NDArray[np.int64]:
-        """Sample rows of the step [S], ascending."""
-        rows = [row for rank in self.micro_batches for rows in rank for row in rows]
-        return np.sort(np.array(rows, dtype=np.int64))
-
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """The steps of one batch: which sample is in which micro-batch on which DP rank.
-
-    Sample rows index the batch as it is handed to training: the samples carried over from the
-    batch before, followed by the batch's own rows.
-
-    Attributes:
-        layout: The parallel layout that the plan is for.
-        options: The options that made it.
-        index: Lengths, mask sums and ids of all samples [S].
-        steps: The steps, in order.
-        sample_denoms: Denominator d of each sample [S]; int64, float64 under `constant`; 0 for a
-            sample in no step.
-        carried: Rows kept for the next batch, ascending.
-        dropped: Rows trained nowhere (leftover or oversize policy `drop`), ascending.
-        oversize: Rows longer than a micro-batch may be, ascending.
-    """
-
-    layout: ParallelLayout
-    options: PlanOptions
-    index: SampleIndex
-    steps: tuple[StepPlan, ...]
-    sample_denoms: NDArray[np.int64] | NDArray[np.float64]
-    carried: tuple[int, ...] = ()
-    dropped: tuple[int, ...] = ()
-    oversize: tuple[int, ...] = ()
+class Plan(PlanData):
+    """The steps of one batch, with all that is done with them; fields as in `PlanData`."""
 
     def check(self) -> None:
         """Verify every guarantee of a plan.
@@ -105,8 +40,6 @@ class Plan:
         Raises:
             PlanError: Names the guarantee, the step, the rank and the sample.
         """
-        from megatron_dynbatch.plan.check import check_plan
-
         check_plan(self)
 
     @cached_property
@@ -151,18 +84,27 @@ class Plan:
 
     def to_schedule(self) -> Schedule:
         """The list form, as `build_dp_schedule` returns it."""
-        from megatron_dynbatch.plan.schedule import plan_to_schedule
-
         return plan_to_schedule(self)
 
     @classmethod
     def from_schedule(
         cls, schedule: Schedule, index: SampleIndex, layout: ParallelLayout, options: PlanOptions
     ) -> Plan:
-        """The plan of a list form; see `schedule.plan_from_schedule`."""
-        from megatron_dynbatch.plan.schedule import plan_from_schedule
+        """The plan that a list form describes, checked.
 
-        return plan_from_schedule(schedule, index, layout, options)
+        Args:
+            schedule: The list form; samples in no partition are carried under `leftover="carry"`
+                (oversize ones never), else dropped.
+            index: Lengths, mask sums and ids of all samples.
+            layout: The parallel layout; dp must be the number of partitions.
+            options: The options of the plan.
+
+        Raises:
+            PlanError: The lists do not fit together, or the plan breaks a guarantee.
+        """
+        plan = cls(**vars(data_from_schedule(schedule, index, layout, options)))
+        plan.check()
+        return plan
 
 
 def step_values(step: StepPlan) -> dict[str, Any]:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dynbatch.layout import MicroBatch
-from megatron_dynbatch.plan import Plan, PlanError, PlanOptions, StepPlan, padded_length
-from megatron_dynbatch.plan.decreasing import best_fit_decreasing
-from megatron_dynbatch.plan.simple import expand_bins_by_splitting
+from megatron_dynbatch.plan import Plan, PlanError, PlanOptions, padded_length
+from megatron_dynbatch.plan.packing.decreasing import best_fit_decreasing
+from megatron_dynbatch.plan.packing.splitting import expand_bins_by_splitting
+from megatron_dynbatch.plan.step_plan import make_step
 from megatron_dynbatch.rollouts import Sample
 from megatron_dynbatch.steps.loaded_batch import LoadedBatch
 from megatron_dynbatch.steps.step import Step
@@ -64,13 +65,8 @@ def plan_forward_pass(plan: Plan, max_tokens_per_gpu: int, first_step: int = 0) 
         bins = expand_bins_by_splitting(bins, count, lengths[own].tolist())
         dummies = [()] * (count - len(bins))
         micro_batches.append((*(tuple(own[i] for i in items) for items in bins), *dummies))
-    last = steps[-1]
-    step = StepPlan(
-        micro_batches=tuple(micro_batches),
-        step_global_batch_size=sum(step.step_global_batch_size for step in steps),
-        loss_denominator=last.loss_denominator,
-        num_trained_tokens=sum(step.num_trained_tokens for step in steps),
-    )
+    num_rollouts = sum(step.step_global_batch_size for step in steps)
+    step = make_step(micro_batches, num_rollouts, plan.index, plan.options)
     return replace(plan, options=options, steps=(step,))
 
 

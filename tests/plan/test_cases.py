@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dynbatch.plan import ParallelLayout, PlanError, PlanOptions, make_plan
-from megatron_dynbatch.plan.bounds import makespan_bound
+from megatron_dynbatch.plan.packing.bounds import makespan_bound
 from tests.plan.helpers import flat, make_index, packed_lengths, plan_lengths
 
 

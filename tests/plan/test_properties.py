@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, make_plan
-from megatron_dynbatch.plan.bounds import makespan_bound, martello_toth_bound
 from megatron_dynbatch.plan.cost import TOKENS
 from megatron_dynbatch.plan.distributions import DISTRIBUTIONS, draw_lengths, draw_rollout_ids
 from megatron_dynbatch.plan.layout import padded_length, response_rows
+from megatron_dynbatch.plan.packing.bounds import makespan_bound, martello_toth_bound
 from megatron_dynbatch.plan.summary import summarize
 from megatron_dynbatch.rollouts.index import SampleIndex
 from tests.plan.helpers import make_index

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynbatch.plan import (
-    PlanError,
-    compute_dynamic_global_batch_size,
-    expand_bins_by_splitting,
-    first_fit_pack,
-)
+from megatron_dynbatch.plan import PlanError, compute_dynamic_global_batch_size, first_fit_pack
 
 
 @pytest.mark.parametrize(
@@ -40,23 +35,3 @@ def test_first_fit_is_first_fit(lengths: list[int], capacity: int) -> None:
         else:
             bins.append([item])
     assert first_fit_pack(lengths, capacity) == bins
-
-
-def test_splitting_halves_the_costliest() -> None:
-    assert expand_bins_by_splitting([[0, 1, 2], [3]], 3, [5, 3, 2, 9]) == [[0], [3], [1, 2]]
-
-
-@given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1, max_size=6))
-def test_splitting_keeps_items_and_reaches_the_count(costs: list[list[int]]) -> None:
-    flat = [cost for members in costs for cost in members]
-    bins: list[list[int]] = []
-    for members in costs:
-        start = sum(len(b) for b in bins)
-        bins.append(list(range(start, start + len(members))))
-    for wanted in range(len(bins), len(flat) + 3):
-        result = expand_bins_by_splitting(bins, wanted, flat)
-        assert len(result) == min(wanted, len(flat))
-        assert all(result)
-        assert sorted(item for members in result for item in members) == list(range(len(flat)))
-    with pytest.raises(PlanError, match="cannot make 0 bins"):
-        expand_bins_by_splitting(bins, 0, flat)

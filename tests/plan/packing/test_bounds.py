@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.packing_bound import fractional_bound
-from megatron_dynbatch.plan.bounds import martello_toth_bound
+from megatron_dynbatch.plan.packing.bounds import martello_toth_bound
 from tests.plan.test_exact_solver import solve
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dynbatch.plan.layout import ParallelLayout
-from megatron_dynbatch.plan.search import Placement
+from megatron_dynbatch.plan.packing.problem import Placement
 from megatron_dynbatch.plan.step_time import step_ticks
 
 # Pipelines of more passes are not simulated.

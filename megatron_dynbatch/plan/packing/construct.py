@@ -10,15 +10,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.bounds import makespan_bound
-from megatron_dynbatch.plan.exhaustive import MOST_PLACED, PlacementSearch
 from megatron_dynbatch.plan.layout import ParallelLayout
-from megatron_dynbatch.plan.level_fill import Items, fill_rows, longest_first
-from megatron_dynbatch.plan.placement import deal_rows
-from megatron_dynbatch.plan.search import (
+from megatron_dynbatch.plan.packing.bounds import makespan_bound
+from megatron_dynbatch.plan.packing.differencing import deal_rows
+from megatron_dynbatch.plan.packing.exhaustive import MOST_PLACED, PlacementSearch
+from megatron_dynbatch.plan.packing.level_fill import fill_rows, longest_first
+from megatron_dynbatch.plan.packing.problem import Items, Placement
+from megatron_dynbatch.plan.packing.search import (
     EVEN_ENOUGH,
     SEARCH_NUM_SAMPLES,
-    Placement,
     even_groups,
     even_ranks,
     even_rows,

@@ -13,40 +13,16 @@ them one sample, or several while there is room for many), so the work is NumPy'
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_dynbatch.plan.packing.problem import Items
 
 # Rows are filled in at most this many batches of rows; more changes the result by < 0.1 %.
 MAX_ROW_BATCHES = 16
 # With room for this many of the largest items left, a micro-batch gets several at once.
 MANY = 4
-
-
-@dataclass
-class Items:
-    """Samples of a step, sorted by size, and the room of a micro-batch.
-
-    Attributes:
-        order: Which sample of the step each item is [S].
-        sizes: Laid-out tokens [S], ascending.
-        costs: Integer costs [S], ascending.
-        logit_rows: Rows of logits [S], or None without such a cap.
-        capacity: Tokens that a micro-batch holds; a larger sample is alone.
-        logit_capacity: Logit rows that a micro-batch holds.
-    """
-
-    order: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    costs: NDArray[np.int64]
-    logit_rows: NDArray[np.int64] | None
-    capacity: int
-    logit_capacity: int
-
-    def fill_share(self, num_bins: int) -> float:
-        """Share of the room of so many micro-batches that the samples need."""
-        return int(self.sizes.sum()) / (num_bins * self.capacity)
 
 
 class _Bins:

@@ -1,19 +1,18 @@
-"""The list form of a plan, for trainers that hold schedules in lists."""
+"""The list form of a plan, and the way back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_dynbatch.plan.denominators import loss_denominator, sample_denominators
+from megatron_dynbatch.plan.denominators import sample_denominators
 from megatron_dynbatch.plan.errors import PlanError
 from megatron_dynbatch.plan.layout import ParallelLayout
 from megatron_dynbatch.plan.options import PlanOptions
-from megatron_dynbatch.plan.planner import make_plan, oversize_rows
-from megatron_dynbatch.plan.types import Plan, StepPlan
+from megatron_dynbatch.plan.oversize import oversize_rows
+from megatron_dynbatch.plan.plan_data import PlanData
+from megatron_dynbatch.plan.step_plan import StepPlan, make_step
 from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.index import SampleIndex
 from megatron_dynbatch.wording import counted
@@ -36,49 +35,7 @@ class Schedule(NamedTuple):
     global_batch_sizes: list[int]
 
 
-def build_dp_schedule(
-    total_lengths: Sequence[int],
-    *,
-    rollout_indices: Sequence[int | None] | None = None,
-    global_batch_size: int | None = None,
-    layout: ParallelLayout | None = None,
-    options: PlanOptions,
-) -> Schedule:
-    """Plan a batch that is known by its lengths only.
-
-    Args:
-        total_lengths: Tokens of each sample [S].
-        rollout_indices: Rollout of each sample [S]; None (the whole list, or an entry) makes a
-            sample a rollout of its own.
-        global_batch_size: Rollouts per step; None keeps `options.rollouts_per_step`.
-        layout: The parallel layout; None is a single rank.
-        options: Caps and policies; the loss reduction does not matter here.
-
-    Raises:
-        PlanError: As `make_plan`; also lists of different lengths.
-    """
-    num_samples = len(total_lengths)
-    if rollout_indices is None:
-        rollout_indices = [None] * num_samples
-    if len(rollout_indices) != num_samples:
-        raise PlanError(
-            f"{num_samples} total_lengths but {len(rollout_indices)} rollout_indices: every "
-            "sample needs one of each"
-        )
-    lengths = np.asarray(total_lengths)
-    index = SampleIndex(
-        total_lengths=lengths,
-        response_lengths=lengths,
-        mask_sums=lengths,
-        rollout_ids=np.array([-1 if i is None else i for i in rollout_indices]),
-        group_ids=np.full(num_samples, -1, dtype=np.int64),
-    )
-    if global_batch_size is not None:
-        options = replace(options, rollouts_per_step=global_batch_size)
-    return plan_to_schedule(make_plan(index, layout or ParallelLayout(), options))
-
-
-def plan_to_schedule(plan: Plan) -> Schedule:
+def plan_to_schedule(plan: PlanData) -> Schedule:
     """The list form of a plan."""
     partitions: list[list[int]] = [[] for _ in range(plan.layout.dp)]
     micro_batch_indices: list[list[list[int]]] = [[] for _ in range(plan.layout.dp)]
@@ -96,20 +53,13 @@ def plan_to_schedule(plan: Plan) -> Schedule:
     )
 
 
-def plan_from_schedule(
+def data_from_schedule(
     schedule: Schedule, index: SampleIndex, layout: ParallelLayout, options: PlanOptions
-) -> Plan:
-    """The plan that a list form describes, checked.
-
-    Args:
-        schedule: The list form; samples in no partition are carried under `leftover="carry"`
-            (oversize ones never), else dropped.
-        index: Lengths, mask sums and ids of all samples.
-        layout: The parallel layout; dp must be the number of partitions.
-        options: The options of the plan.
+) -> PlanData:
+    """What a list form says, as `Plan.from_schedule` has it, guarantees unchecked.
 
     Raises:
-        PlanError: The lists do not fit together, or the plan breaks a guarantee.
+        PlanError: The lists do not fit together.
     """
     index.check("batch of the schedule")
     _check_types(schedule, len(index))
@@ -118,30 +68,22 @@ def plan_from_schedule(
     steps: list[StepPlan] = []
     start = 0
     for count, num_rollouts in zip(num_microbatches, global_batch_sizes, strict=True):
-        micro_batches = tuple(
-            tuple(
-                tuple(partition[local] for local in indices)
+        micro_batches = [
+            [
+                [partition[local] for local in indices]
                 for indices in rank_indices[start : start + count]
-            )
+            ]
             for partition, rank_indices in zip(partitions, micro_batch_indices, strict=True)
-        )
+        ]
         start += count
-        rows = np.array([row for rank in micro_batches for mb in rank for row in mb], np.int64)
-        steps.append(
-            StepPlan(
-                micro_batches=micro_batches,
-                step_global_batch_size=num_rollouts,
-                loss_denominator=loss_denominator(index, rows, options),
-                num_trained_tokens=int(index.mask_sums[rows].sum()),
-            )
-        )
+        steps.append(make_step(micro_batches, num_rollouts, index, options))
     planned = np.array([row for partition in partitions for row in partition], dtype=np.int64)
     missing = np.setdiff1d(np.arange(len(index.total_lengths)), planned)
     oversize = oversize_rows(index, layout, options)
     dropped = missing
     if options.leftover == "carry":
         dropped = np.intersect1d(missing, oversize) if options.oversize == "drop" else missing[:0]
-    plan = Plan(
+    return PlanData(
         layout=layout,
         options=options,
         index=index,
@@ -151,8 +93,6 @@ def plan_from_schedule(
         dropped=tuple(dropped.tolist()),
         oversize=tuple(oversize.tolist()),
     )
-    plan.check()
-    return plan
 
 
 def _check_types(schedule: Schedule, num_samples: int) -> None:

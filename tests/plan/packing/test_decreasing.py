@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynbatch.plan.decreasing import first_fit_two_caps
-from megatron_dynbatch.plan.level_fill import Items
+from megatron_dynbatch.plan.packing.decreasing import first_fit_two_caps
+from megatron_dynbatch.plan.packing.problem import Items
 
 TOKENS, ROWS = 20, 12
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.level_fill import Items
+from megatron_dynbatch.plan.packing.problem import Items
 
 # Enough for the worst of many random steps of 16 samples; more samples may remain undecided.
 MOST_SAMPLES = 24

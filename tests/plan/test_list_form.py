@@ -1,38 +1,13 @@
-"""The list form: its contract, and the way back to a plan."""
+"""The way from a plan to its list form and back."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_dynbatch.plan import (
-    ParallelLayout,
-    Plan,
-    PlanError,
-    PlanOptions,
-    build_dp_schedule,
-    make_plan,
-)
+from megatron_dynbatch.plan import ParallelLayout, Plan, PlanError, PlanOptions, make_plan
 from tests.plan.helpers import make_index
 
 CAP = PlanOptions(max_tokens_per_gpu=10)
-
-
-def test_list_form_of_a_batch_in_two_steps() -> None:
-    schedule = build_dp_schedule(
-        [9, 9, 9, 4, 5],
-        rollout_indices=[0, 0, 1, 2, None],
-        global_batch_size=2,
-        layout=ParallelLayout(dp=2),
-        options=CAP,
-    )
-    assert schedule.global_batch_sizes == [2, 2]
-    assert schedule.num_microbatches == [2, 1]
-    assert sorted(row for rows in schedule.partitions for row in rows) == [0, 1, 2, 3, 4]
-    # Three full micro-batches on two ranks: one dummy, an empty list that counts.
-    assert sum(not mb for rank in schedule.micro_batch_indices for mb in rank) == 1
-    for rows, micro_batches in zip(schedule.partitions, schedule.micro_batch_indices, strict=True):
-        assert len(micro_batches) == 3
-        assert [local for mb in micro_batches for local in mb] == list(range(len(rows)))
 
 
 @pytest.mark.parametrize("leftover", ["partial", "carry", "drop"])
@@ -61,5 +36,3 @@ def test_lists_that_do_not_fit_together() -> None:
         )
     with pytest.raises(PlanError, match="num_microbatches add up to 2"):
         Plan.from_schedule(schedule._replace(num_microbatches=[2]), index, ParallelLayout(), CAP)
-    with pytest.raises(PlanError, match="2 total_lengths but 1 rollout_indices"):
-        build_dp_schedule([4, 5], rollout_indices=[0], options=CAP)

@@ -12,23 +12,23 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.bounds import martello_toth_bound
-from megatron_dynbatch.plan.construct import (
+from megatron_dynbatch.plan.cost import integer_costs, integer_gamma
+from megatron_dynbatch.plan.layout import ParallelLayout
+from megatron_dynbatch.plan.options import PlanOptions
+from megatron_dynbatch.plan.packing.bounds import martello_toth_bound
+from megatron_dynbatch.plan.packing.construct import (
     constructions,
     dealt,
     first_fill,
     row_width,
 )
-from megatron_dynbatch.plan.cost import integer_costs, integer_gamma
-from megatron_dynbatch.plan.decreasing import best_fit_decreasing, first_fit_two_caps
-from megatron_dynbatch.plan.exact_fit import exact_fit
-from megatron_dynbatch.plan.exhaustive import MOST_SAMPLES, search_packing
-from megatron_dynbatch.plan.layout import ParallelLayout
-from megatron_dynbatch.plan.level_fill import Items
-from megatron_dynbatch.plan.options import PlanOptions
-from megatron_dynbatch.plan.order import fastest
-from megatron_dynbatch.plan.search import SEARCH_NUM_SAMPLES, Placement
-from megatron_dynbatch.plan.simple import expand_bins_by_splitting
+from megatron_dynbatch.plan.packing.decreasing import best_fit_decreasing, first_fit_two_caps
+from megatron_dynbatch.plan.packing.exact_fit import exact_fit
+from megatron_dynbatch.plan.packing.exhaustive import MOST_SAMPLES, search_packing
+from megatron_dynbatch.plan.packing.order import fastest
+from megatron_dynbatch.plan.packing.problem import Items, Placement
+from megatron_dynbatch.plan.packing.search import SEARCH_NUM_SAMPLES
+from megatron_dynbatch.plan.packing.splitting import expand_bins_by_splitting
 
 # Share of all room up to which a large step whose tight packing is known is worth filling to
 # levels.

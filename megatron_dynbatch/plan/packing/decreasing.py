@@ -7,7 +7,7 @@ import bisect
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.level_fill import Items
+from megatron_dynbatch.plan.packing.problem import Items
 
 
 def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
