@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dynbatch.cli.verify_cells import Cell
+from megatron_dynbatch.geometry import padded_micro_batch
 from megatron_dynbatch.plan import ParallelLayout, padded_length
-from megatron_dynbatch.plan.layout import padded_micro_batch
 from megatron_dynbatch.rollouts import Sample
 
 # Stand before the script's own arguments, which win.

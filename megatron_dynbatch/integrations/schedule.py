@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.plan.layout import ParallelLayout
+from megatron_dynbatch.errors import PlanError
+from megatron_dynbatch.geometry import ParallelLayout
 from megatron_dynbatch.plan.list_form import Schedule
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.planner import make_plan

@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from megatron_dynbatch.plan.layout import ParallelLayout
+from megatron_dynbatch.geometry import ParallelLayout
 from megatron_dynbatch.plan.types import StepPlan
 
 

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from megatron_dynbatch._lazy import names_from
+from megatron_dynbatch.errors import PlanError
+from megatron_dynbatch.geometry import ParallelLayout, padded_length, padded_micro_batch
 from megatron_dynbatch.plan.cost import CostModel
-from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.plan.layout import ParallelLayout, padded_length, padded_micro_batch
 from megatron_dynbatch.plan.list_form import Schedule
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.packing.splitting import expand_bins_by_splitting

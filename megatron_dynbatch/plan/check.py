@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dynbatch.errors import PlanError
+from megatron_dynbatch.geometry import most_response_rows, padded_length
 from megatron_dynbatch.plan.denominators import loss_denominator, sample_denominators
-from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.plan.layout import padded_length, response_rows
 from megatron_dynbatch.plan.oversize import oversize_rows
 from megatron_dynbatch.plan.packing.decreasing import best_fit_decreasing
 from megatron_dynbatch.plan.plan_data import PlanData
@@ -97,7 +97,7 @@ def _caps(plan: PlanData) -> list[_Cap]:
         caps.append(_Cap("tokens as laid out", lengths, capacity))
     logit_capacity = options.logit_capacity(layout)
     if logit_capacity is not None:
-        rows = response_rows(index.total_lengths, index.response_lengths, layout)
+        rows = most_response_rows(index.total_lengths, index.response_lengths, layout)
         caps.append(_Cap("response rows of logits per GPU", rows, logit_capacity))
     if options.micro_batch_size is not None:
         ones = np.ones(len(index.total_lengths), dtype=np.int64)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.rollouts.checked_paths import short
+from megatron_dynbatch.errors import PlanError
+from megatron_dynbatch.wording import short
 
 # Sums of a million integer costs stay far below 2**63 with a largest cost of 2**40.
 LARGEST_INTEGER_COST = 1 << 40

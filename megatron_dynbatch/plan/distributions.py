@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.errors import PlanError
+from megatron_dynbatch.errors import PlanError
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.float64]]
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 
-from megatron_dynbatch.errors import OptionError
-from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.plan.layout import ParallelLayout
+from megatron_dynbatch.errors import OptionError, PlanError
+from megatron_dynbatch.geometry import ParallelLayout
 from megatron_dynbatch.plan.options import PlanOptions
 
 _PLAN = {f.name: f"--{f.name.replace('_', '-')}" for f in fields(PlanOptions) if f.name != "cost"}

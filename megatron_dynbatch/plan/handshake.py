@@ -13,8 +13,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.plan.layout import ParallelLayout
+from megatron_dynbatch.errors import PlanError
+from megatron_dynbatch.geometry import ParallelLayout
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.planner import make_plan
 from megatron_dynbatch.plan.splitters import SPLITTERS

@@ -6,16 +6,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_dynbatch.errors import PlanError
+from megatron_dynbatch.geometry import ParallelLayout
 from megatron_dynbatch.plan.denominators import sample_denominators
-from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.plan.layout import ParallelLayout
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.oversize import oversize_rows
 from megatron_dynbatch.plan.plan_data import PlanData
 from megatron_dynbatch.plan.step_plan import StepPlan, make_step
-from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.index import SampleIndex
-from megatron_dynbatch.wording import counted
+from megatron_dynbatch.wording import counted, short
 
 
 class Schedule(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dynbatch.errors import PlanError
 from megatron_dynbatch.plan.cost import CostModel
-from megatron_dynbatch.plan.errors import PlanError
 
 # A matrix product costs 2 FLOPs per multiply-add, and runs forward and twice backward.
 FLOPS_PER_WEIGHT = 6

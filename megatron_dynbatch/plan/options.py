@@ -6,10 +6,10 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_dynbatch.errors import PlanError
+from megatron_dynbatch.geometry import ParallelLayout
 from megatron_dynbatch.plan.cost import CostModel
-from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.plan.layout import ParallelLayout
-from megatron_dynbatch.rollouts.checked_paths import short
+from megatron_dynbatch.wording import short
 
 LOSS_REDUCTIONS = ("rollout", "sample", "token", "group", "constant")
 LEFTOVER_POLICIES = ("partial", "even", "carry", "drop")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.plan.layout import ParallelLayout, padded_length, response_rows
+from megatron_dynbatch.errors import PlanError
+from megatron_dynbatch.geometry import ParallelLayout, most_response_rows, padded_length
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.rollouts.index import SampleIndex
 
@@ -21,7 +21,7 @@ def oversize_rows(
         too_big |= padded_length(index.total_lengths, layout) > capacity
     logit_capacity = options.logit_capacity(layout)
     if logit_capacity is not None:
-        rows = response_rows(index.total_lengths, index.response_lengths, layout)
+        rows = most_response_rows(index.total_lengths, index.response_lengths, layout)
         too_big |= rows > logit_capacity
     return np.flatnonzero(too_big)
 

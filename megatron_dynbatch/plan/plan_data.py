@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.layout import ParallelLayout
+from megatron_dynbatch.geometry import ParallelLayout
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.step_plan import StepPlan
 from megatron_dynbatch.rollouts.index import SampleIndex

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dynbatch.errors import PlanError
+from megatron_dynbatch.geometry import ParallelLayout, most_response_rows, padded_length
 from megatron_dynbatch.plan.denominators import sample_denominators
-from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.plan.layout import ParallelLayout, padded_length, response_rows
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.oversize import oversize_rows, reject_oversize
 from megatron_dynbatch.plan.packing.pack import pack_step
@@ -101,6 +101,8 @@ def _plan_step(
     lengths = padded_length(index.total_lengths[rows], layout)
     logit_rows = None
     if options.max_logits_per_gpu is not None:
-        logit_rows = response_rows(index.total_lengths[rows], index.response_lengths[rows], layout)
+        logit_rows = most_response_rows(
+            index.total_lengths[rows], index.response_lengths[rows], layout
+        )
     micro_batches = pack_step(lengths, logit_rows, layout, options).micro_batches(rows)
     return make_step(micro_batches, num_rollouts, index, options)

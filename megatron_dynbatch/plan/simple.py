@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_dynbatch.plan.errors import PlanError
+from megatron_dynbatch.errors import PlanError
 
 
 def compute_dynamic_global_batch_size(num_samples: int, dp_size: int) -> int:

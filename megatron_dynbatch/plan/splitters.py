@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.errors import PlanError
+from megatron_dynbatch.errors import PlanError
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.rollouts.index import SampleIndex
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.layout import ParallelLayout
+from megatron_dynbatch.geometry import ParallelLayout
 
 
 class Pass(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dynbatch.geometry import most_response_rows, padded_length
 from megatron_dynbatch.plan.cost import integer_costs
-from megatron_dynbatch.plan.layout import padded_length, response_rows
 from megatron_dynbatch.plan.packing.bounds import makespan_bound, martello_toth_bound
 from megatron_dynbatch.plan.step_plan import StepPlan
 from megatron_dynbatch.plan.step_time import predict
@@ -112,6 +112,6 @@ def fewest_microbatches(plan: Plan, rows: NDArray[np.int64]) -> int:
     bound = martello_toth_bound(padded_length(index.total_lengths[rows], layout), capacity)
     logit_capacity = options.logit_capacity(layout)
     if logit_capacity is not None:
-        logits = response_rows(index.total_lengths[rows], index.response_lengths[rows], layout)
+        logits = most_response_rows(index.total_lengths[rows], index.response_lengths[rows], layout)
         bound = max(bound, martello_toth_bound(logits, logit_capacity))
     return layout.next_admissible(-(-bound // layout.dp))

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dynbatch.errors import PlanError
+from megatron_dynbatch.geometry import ParallelLayout
 from megatron_dynbatch.plan.check import check_plan
-from megatron_dynbatch.plan.errors import PlanError
-from megatron_dynbatch.plan.layout import ParallelLayout
 from megatron_dynbatch.plan.list_form import Schedule, data_from_schedule, plan_to_schedule
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.plan_data import PlanData
 from megatron_dynbatch.plan.step_plan import StepPlan
-from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.index import SampleIndex
 from megatron_dynbatch.rollouts.strict_json import parse_json
+from megatron_dynbatch.wording import short
 
 FORMAT_VERSION = 1
 INDEX_FIELDS = ("total_lengths", "response_lengths", "mask_sums", "rollout_ids", "group_ids")

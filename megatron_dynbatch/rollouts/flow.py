@@ -10,10 +10,10 @@ import re
 import time
 
 from megatron_dynbatch.errors import DynbatchError
-from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.source import RolloutSource
 from megatron_dynbatch.rollouts.strict_json import parse_json
+from megatron_dynbatch.wording import short
 
 PROGRESS_NOTE = "progress"
 WEIGHTS_NOTE = "weights"

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.columns import CELLS, INDEX_COLUMNS, INDEX_TYPES, PLACE_COLUMNS
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import SampleIndex, is_row
@@ -24,6 +23,7 @@ from megatron_dynbatch.rollouts.parquet_file import OpenFile, Stored, check_type
 from megatron_dynbatch.rollouts.parquet_pages import check_pages
 from megatron_dynbatch.rollouts.parquet_rows import PartCells
 from megatron_dynbatch.rollouts.validation import MAX_TOKEN_ID
+from megatron_dynbatch.wording import short
 
 _ROW_BYTES, _PAGE_BYTES = 16, 1 << 16
 """A page of N rows takes at most so many bytes a row, and these."""

@@ -20,7 +20,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.columns import (
     CELLS,
     CHECKSUMS,
@@ -44,6 +43,7 @@ from megatron_dynbatch.rollouts.content import content_of_samples
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import is_row
 from megatron_dynbatch.rollouts.sample import PER_TOKEN_FIELDS, Sample
+from megatron_dynbatch.wording import short
 
 ROW_GROUP_ROWS = 4096
 ROW_GROUP_BYTES = 1 << 26

@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 from megatron_dynbatch.rollouts.batch import RolloutBatch
-from megatron_dynbatch.rollouts.checked_paths import check_text, short
+from megatron_dynbatch.rollouts.checked_paths import check_text
 from megatron_dynbatch.rollouts.content import content_of_samples
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.index import SampleIndex, is_row
 from megatron_dynbatch.rollouts.sample import Sample
 from megatron_dynbatch.rollouts.source import BatchState
 from megatron_dynbatch.rollouts.store import BatchStore, check_note_name
-from megatron_dynbatch.wording import counted
+from megatron_dynbatch.wording import counted, short
 
 
 class RolloutQueue:

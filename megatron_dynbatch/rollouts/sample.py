@@ -13,9 +13,9 @@ from typing import Any, SupportsFloat, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.errors import RolloutDataError
 from megatron_dynbatch.rollouts.limits import MAX_SAMPLE_TOKENS
+from megatron_dynbatch.wording import short
 
 PER_TOKEN_FIELDS = (
     "log_probs",

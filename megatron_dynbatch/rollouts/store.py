@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 import re
 
-from megatron_dynbatch.rollouts.checked_paths import check_text, short
+from megatron_dynbatch.rollouts.checked_paths import check_text
 from megatron_dynbatch.rollouts.errors import BatchDeleted, RolloutDataError
 from megatron_dynbatch.rollouts.source import BatchState
-from megatron_dynbatch.wording import counted
+from megatron_dynbatch.wording import counted, short
 
 _NOTE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,99}")
 

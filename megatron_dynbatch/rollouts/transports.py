@@ -6,10 +6,11 @@ import os
 from urllib.parse import parse_qs, urlsplit
 
 from megatron_dynbatch.errors import OptionError
-from megatron_dynbatch.rollouts.checked_paths import checked_path, short
+from megatron_dynbatch.rollouts.checked_paths import checked_path
 from megatron_dynbatch.rollouts.directory import RolloutDirectory
 from megatron_dynbatch.rollouts.queue import RolloutQueue
 from megatron_dynbatch.rollouts.source import RolloutTransport
+from megatron_dynbatch.wording import short
 
 
 def open_transport(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron_dynbatch.errors import ResumeError
-from megatron_dynbatch.rollouts.checked_paths import short
 from megatron_dynbatch.rollouts.content import are_comparable
+from megatron_dynbatch.wording import short
 
 # Options that decide which rollouts form a step; they must not change inside a batch.
 STEP_OPTIONS = ("rollouts_per_step", "leftover", "loss_reduction", "step_splitter")

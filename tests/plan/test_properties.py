@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_dynbatch.geometry import most_response_rows, padded_length
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, make_plan
 from megatron_dynbatch.plan.cost import TOKENS
 from megatron_dynbatch.plan.distributions import DISTRIBUTIONS, draw_lengths, draw_rollout_ids
-from megatron_dynbatch.plan.layout import padded_length, response_rows
 from megatron_dynbatch.plan.packing.bounds import makespan_bound, martello_toth_bound
 from megatron_dynbatch.plan.summary import summarize
 from megatron_dynbatch.rollouts.index import SampleIndex
@@ -207,7 +207,7 @@ def test_response_rows_on_the_busiest_cp_rank(total: int, response: int, cp: int
     for position in range(total - response - 1, total - 1):
         number = position // chunk
         rows[min(number, 2 * cp - 1 - number) if cp > 1 else 0] += 1
-    found = response_rows(np.array([total]), np.array([response]), layout)
+    found = most_response_rows(np.array([total]), np.array([response]), layout)
     assert found.tolist() == [max(rows)]
 
 

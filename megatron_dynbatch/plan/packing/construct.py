@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.layout import ParallelLayout
+from megatron_dynbatch.geometry import ParallelLayout
 from megatron_dynbatch.plan.packing.bounds import makespan_bound
 from megatron_dynbatch.plan.packing.differencing import deal_rows
 from megatron_dynbatch.plan.packing.exhaustive import MOST_PLACED, PlacementSearch

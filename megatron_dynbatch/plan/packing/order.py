@@ -11,7 +11,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dynbatch.plan.layout import ParallelLayout
+from megatron_dynbatch.geometry import ParallelLayout
 from megatron_dynbatch.plan.packing.problem import Placement
 from megatron_dynbatch.plan.step_time import step_ticks
 

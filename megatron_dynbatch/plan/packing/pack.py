@@ -12,8 +12,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dynbatch.geometry import ParallelLayout
 from megatron_dynbatch.plan.cost import integer_costs, integer_gamma
-from megatron_dynbatch.plan.layout import ParallelLayout
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.packing.bounds import martello_toth_bound
 from megatron_dynbatch.plan.packing.construct import (

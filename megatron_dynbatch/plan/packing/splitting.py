@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from megatron_dynbatch.plan.errors import PlanError
+from megatron_dynbatch.errors import PlanError
 
 
 def expand_bins_by_splitting(
