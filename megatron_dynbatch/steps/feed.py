@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 import torch
 
 from megatron_dynbatch.errors import DynbatchError
+from megatron_dynbatch.handshake import publish_layout
 from megatron_dynbatch.output import progress
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
-from megatron_dynbatch.plan.handshake import publish_layout
 from megatron_dynbatch.rollouts import RolloutSource, Sample
 from megatron_dynbatch.rollouts.flow import publish_progress
 from megatron_dynbatch.steps.agreement import (

@@ -32,6 +32,12 @@ def test_the_first_place_of_a_name_is_still_one(place: str) -> None:
     assert name in first.__all__
 
 
+def test_the_first_place_of_the_handshake_is_still_one() -> None:
+    home = import_module("megatron_dynbatch.handshake")
+    first = import_module("megatron_dynbatch.plan.handshake")
+    assert all(getattr(first, name) is getattr(home, name) for name in home.__all__)
+
+
 @pytest.mark.parametrize("package", ["", ".plan", ".hooks", ".report"])
 def test_a_name_that_is_nowhere_is_said_to_be(package: str) -> None:
     module = import_module(f"megatron_dynbatch{package}")
