@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
+from megatron_dynbatch.handshake import publish_layout, write_planned
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
-from megatron_dynbatch.plan.handshake import publish_layout, write_planned
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 from megatron_dynbatch.steps import Exchange, StepFeed
 

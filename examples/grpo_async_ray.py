@@ -53,7 +53,7 @@ from examples.demo.runs import MODEL, NUM_HEADS
 from examples.demo.task import VOCAB_SIZE, Spelling
 from examples.demo.training import train
 from megatron_dynbatch import Sample
-from megatron_dynbatch.plan.handshake import write_planned
+from megatron_dynbatch.handshake import write_planned
 from megatron_dynbatch.rollouts import RolloutCollector, RolloutTransport, open_transport
 from megatron_dynbatch.rollouts.flow import published_weights, wait_for_weights
 from megatron_dynbatch.rollouts.ray_local import start_local_ray

@@ -22,7 +22,7 @@ from examples.demo.agent import group_advantages, groups_of_batch, play, to_samp
 from examples.demo.generator import Generator
 from examples.demo.task import VOCAB_SIZE, Spelling
 from examples.demo.training import end_with_parent
-from megatron_dynbatch.plan.handshake import write_planned
+from megatron_dynbatch.handshake import write_planned
 from megatron_dynbatch.rollouts import open_transport
 from megatron_dynbatch.rollouts.flow import wait_for_weights
 

@@ -188,8 +188,11 @@ def plan_sections(data: RunData, out: Path) -> list[str]:
     plan = plan_of_step(data, largest)
     if plan is None:
         return [
-            section(heading, text="It is not drawn: its batch is not in a rollout directory here, "
-                    "or it holds samples carried over from the batch before.")
+            section(
+                heading,
+                text="It is not drawn: its batch is not in a rollout directory here, "
+                "or it holds samples carried over from the batch before.",
+            )
         ]
     summary, name = summarize(plan)[largest.step_index], f"Step {largest.iteration}"
     draw_step(plan, summary, out / "plan.png", name)
@@ -212,7 +215,7 @@ def plan_sections(data: RunData, out: Path) -> list[str]:
 def run_section(data: RunData) -> str:
     """Which run it was: command, layout, model and versions."""
     from megatron_dynbatch.cli.report_page import section
-    from megatron_dynbatch.plan.handshake import read_layout
+    from megatron_dynbatch.handshake import read_layout
 
     known = data.identity
     pairs: dict[str, str] = {}

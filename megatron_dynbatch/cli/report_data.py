@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dynbatch.errors import OptionError
+from megatron_dynbatch.handshake import checked_plan, read_layout
 from megatron_dynbatch.plan import Plan, make_plan
-from megatron_dynbatch.plan.handshake import checked_plan, read_layout
 from megatron_dynbatch.report import StepReport
 from megatron_dynbatch.report.identity import read_identity
 from megatron_dynbatch.rollouts import RolloutDirectory
@@ -42,9 +42,7 @@ class RunData:
     identity: dict[str, Any] = field(default_factory=dict)
 
 
-def read_run(
-    folder: Path, steps: Path | None = None, rollouts: Path | None = None
-) -> RunData:
+def read_run(folder: Path, steps: Path | None = None, rollouts: Path | None = None) -> RunData:
     """Read a run's folder.
 
     Args:

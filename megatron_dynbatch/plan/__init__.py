@@ -10,11 +10,12 @@ from megatron_dynbatch.plan.list_form import Schedule
 from megatron_dynbatch.plan.options import PlanOptions
 from megatron_dynbatch.plan.packing.splitting import expand_bins_by_splitting
 from megatron_dynbatch.plan.planner import make_plan
-from megatron_dynbatch.plan.simple import compute_dynamic_global_batch_size, first_fit_pack
 from megatron_dynbatch.plan.step_plan import StepPlan
 from megatron_dynbatch.plan.types import Plan
 
 if TYPE_CHECKING:
+    from megatron_dynbatch.integrations.batch_size import compute_dynamic_global_batch_size
+    from megatron_dynbatch.integrations.first_fit import first_fit_pack
     from megatron_dynbatch.integrations.schedule import build_dp_schedule
 
 __all__ = [
@@ -34,4 +35,10 @@ __all__ = [
     "padded_micro_batch",
 ]
 
-__getattr__ = names_from({"build_dp_schedule": "integrations.schedule"}, __name__)
+_HOME = {
+    "build_dp_schedule": "integrations.schedule",
+    "compute_dynamic_global_batch_size": "integrations.batch_size",
+    "first_fit_pack": "integrations.first_fit",
+}
+
+__getattr__ = names_from(_HOME, __name__)

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_dynbatch.errors import OptionError, ResumeError
+from megatron_dynbatch.handshake import checked_plan
 from megatron_dynbatch.output import progress
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanError, PlanOptions, make_plan
-from megatron_dynbatch.plan.handshake import checked_plan
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutSource, SampleIndex
 from megatron_dynbatch.steps.announcement import Announcement, Origin, rows_by_batch
 from megatron_dynbatch.steps.cursor import Cursor

@@ -39,7 +39,7 @@ def plan_forward_pass(plan: Plan, max_tokens_per_gpu: int, first_step: int = 0) 
     Returns:
         A plan with one step. All ranks run the same number of micro-batches, one that Megatron's
         schedule accepts; they are split rather than filled up with dummies. It is no plan to train
-        by (`check` is for those): denominators are those of the training steps.
+        by (`check` is for those): d of a sample is that of its training step, B is the pass's own.
 
     Raises:
         PlanError: No step is left, or the cap is less than one laid-out row.

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from megatron_dynbatch.errors import DynbatchError
+from megatron_dynbatch.handshake import publish_layout
 from megatron_dynbatch.output import progress
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
-from megatron_dynbatch.plan.handshake import publish_layout
 from megatron_dynbatch.rollouts import RolloutSource
 from megatron_dynbatch.rollouts.flow import publish_progress
 from megatron_dynbatch.steps.agreement import batch_facts, setting_facts

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_dynbatch.handshake import publish_layout, write_planned
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, make_plan
-from megatron_dynbatch.plan.handshake import publish_layout, write_planned
 from megatron_dynbatch.plan.summary import StepSummary, summarize
 from megatron_dynbatch.report import StepReport, StepReportWriter
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample

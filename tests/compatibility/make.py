@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dynbatch import __version__
+from megatron_dynbatch.handshake import publish_layout, write_planned
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions, make_plan
-from megatron_dynbatch.plan.handshake import publish_layout, write_planned
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 from megatron_dynbatch.steps import StepFeed
 from megatron_dynbatch.steps.ledger import Ledger

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dynbatch.handshake import read_layout
 from megatron_dynbatch.plan import ParallelLayout, Plan
-from megatron_dynbatch.plan.handshake import read_layout
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory, RolloutQueue
 from megatron_dynbatch.steps import Cursor, StepFeed
 from megatron_dynbatch.steps.ledger import Ledger, read_ledger

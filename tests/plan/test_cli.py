@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_dynbatch.cli.main import build_parser
+from megatron_dynbatch.handshake import publish_layout
 from megatron_dynbatch.plan import CostModel, ParallelLayout, Plan, PlanOptions, make_plan
-from megatron_dynbatch.plan.handshake import publish_layout
 from megatron_dynbatch.plan.summary import summarize
 from megatron_dynbatch.report import StepReport
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample, SampleIndex

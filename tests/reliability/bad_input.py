@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_dynbatch import errors, failpoints
 from megatron_dynbatch.cli.main import build_parser
+from megatron_dynbatch.handshake import read_layout
 from megatron_dynbatch.hooks.arguments import imply
 from megatron_dynbatch.hooks.balance import StepBalance
 from megatron_dynbatch.hooks.horizon import check_unknown_total
@@ -26,7 +27,6 @@ from megatron_dynbatch.hooks.tracker import TRACKER, mend_tracker
 from megatron_dynbatch.layout import build_micro_batch
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, make_plan
 from megatron_dynbatch.plan.cost import CostModel
-from megatron_dynbatch.plan.handshake import read_layout
 from megatron_dynbatch.plan.splitters import find_splitter
 from megatron_dynbatch.rollouts import (
     RolloutDirectory,
@@ -415,8 +415,7 @@ SHOWN_ELSEWHERE = {
         "tests/hooks/test_loss.py::test_a_loss_that_returns_no_scalar_is_named"
     ),
     "rank … (DP rank …): the loss of step": (
-        "tests/reliability/test_numbers.py"
-        "::test_an_infinite_loss_names_sample_rollout_and_rank"
+        "tests/reliability/test_numbers.py::test_an_infinite_loss_names_sample_rollout_and_rank"
     ),
     "training would go on at rollout batch": (
         "tests/hooks/test_retention.py::test_a_run_from_the_beginning_needs_all_batches"

@@ -24,13 +24,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_dynbatch.errors import DynbatchError
-from megatron_dynbatch.plan import ParallelLayout, PlanOptions
-from megatron_dynbatch.plan.handshake import (
+from megatron_dynbatch.handshake import (
     checked_plan,
     publish_layout,
     read_layout,
     write_planned,
 )
+from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample, read_jsonl
 from megatron_dynbatch.rollouts.flow import (
     publish_progress,

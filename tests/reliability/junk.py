@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dynbatch.handshake import checked_plan, plan_text, read_layout, write_planned
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, make_plan
-from megatron_dynbatch.plan.handshake import checked_plan, plan_text, read_layout, write_planned
 from megatron_dynbatch.rollouts import (
     RolloutBatch,
     RolloutDirectory,

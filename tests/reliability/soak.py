@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from examples.demo.runs import MAX_TOKENS_PER_GPU, MODEL
-from megatron_dynbatch.plan.handshake import write_planned
+from megatron_dynbatch.handshake import write_planned
 from megatron_dynbatch.rollouts import RolloutDirectory
 from megatron_dynbatch.rollouts.flow import NoRoom, training_batch, wait_for_room
 from megatron_dynbatch.steps.ledger import imbalance, read_ledger

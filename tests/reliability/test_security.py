@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from megatron_dynbatch.handshake import publish_layout, write_planned
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.plan.cost import CostModel
-from megatron_dynbatch.plan.handshake import publish_layout, write_planned
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory, RolloutQueue, Sample
 from tests.pool import ROOT
 from tests.rollouts.forging import INDEX, PART, forge, replaced

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_dynbatch.handshake import publish_layout, rows_by_rank, write_planned
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions, make_plan
-from megatron_dynbatch.plan.handshake import publish_layout, rows_by_rank, write_planned
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 
 LAYOUT = ParallelLayout(dp=32)

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_dynbatch.handshake import publish_layout, rows_by_rank, write_planned
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions, make_plan
-from megatron_dynbatch.plan.handshake import publish_layout, rows_by_rank, write_planned
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory, Sample, open_transport
 from megatron_dynbatch.rollouts.content import content_of_samples
 from megatron_dynbatch.steps import StepFeed

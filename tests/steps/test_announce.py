@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_dynbatch.errors import OptionError, ResumeError
+from megatron_dynbatch.handshake import publish_layout, write_planned
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanError, PlanOptions, make_plan
-from megatron_dynbatch.plan.handshake import publish_layout, write_planned
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutDirectory, Sample, SampleIndex
 from megatron_dynbatch.steps import Cursor, Staleness, announce
 from megatron_dynbatch.steps.announce import Announcer

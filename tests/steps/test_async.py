@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
+from megatron_dynbatch.handshake import write_planned
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
-from megatron_dynbatch.plan.handshake import write_planned
 from megatron_dynbatch.rollouts import RolloutCollector, RolloutQueue, Sample
 from megatron_dynbatch.rollouts.flow import publish_weights, wait_for_weights
 from megatron_dynbatch.steps import Cursor, LoadedBatch, Staleness, StepFeed

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_dynbatch.handshake import publish_layout, read_layout, write_planned
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
-from megatron_dynbatch.plan.handshake import publish_layout, read_layout, write_planned
 from megatron_dynbatch.rollouts import RolloutDirectory, Sample
 from megatron_dynbatch.steps import BatchTimeout, Cursor, LoadedBatch, Staleness, StepFeed
 from megatron_dynbatch.steps.cursor import STEP_OPTIONS

@@ -44,6 +44,8 @@ def test_each_rank_keeps_its_samples_under_the_larger_cap(layout: ParallelLayout
     plan = make_plan(index, layout, PlanOptions(max_tokens_per_gpu=16, rollouts_per_step=9))
     (step,) = plan_forward_pass(plan, cap, first_step=1).steps
     assert layout.admits(step.num_microbatches)
+    # B of the pass is that of all its rollouts.
+    assert step.loss_denominator == sum(s.loss_denominator for s in plan.steps[1:])
     for rank, micro_batches in enumerate(step.micro_batches):
         own = [r for s in plan.steps[1:] for rows in s.micro_batches[rank] for r in rows]
         assert sorted(row for rows in micro_batches for row in rows) == sorted(own)

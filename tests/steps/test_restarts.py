@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dynbatch.handshake import publish_layout, write_planned
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions
-from megatron_dynbatch.plan.handshake import publish_layout, write_planned
 from megatron_dynbatch.rollouts import RolloutQueue, Sample
 from megatron_dynbatch.steps import Cursor, StepFeed
 

@@ -83,7 +83,7 @@ def test_zigzag_is_transformer_engines_partition() -> None:
     extension = pytest.importorskip("transformer_engine_torch")
     if not torch.cuda.is_available():
         pytest.skip("Transformer Engine's partition needs a GPU")
-    from megatron_dynbatch.layout.zigzag import zigzag_indices
+    from megatron_dynbatch.geometry import zigzag_indices
 
     for cp in (2, 4, 8):
         cu_seqlens = [0, 2 * cp, 8 * cp, 12 * cp, 32 * cp]

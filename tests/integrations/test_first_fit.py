@@ -1,4 +1,4 @@
-"""The named packing pieces, against hand-made and brute-force answers."""
+"""First-fit against hand-made answers and its definition as a loop."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dynbatch.plan import PlanError, compute_dynamic_global_batch_size, first_fit_pack
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "dp", "expected"), [(10, 4, 8), (3, 4, 4), (0, 4, 4), (12, 4, 12), (9, 1, 9)]
-)
-def test_dynamic_global_batch_size(num_samples: int, dp: int, expected: int) -> None:
-    assert compute_dynamic_global_batch_size(num_samples, dp) == expected
+from megatron_dynbatch.integrations.first_fit import first_fit_pack
+from megatron_dynbatch.plan import PlanError
 
 
 def test_first_fit_in_arrival_order() -> None:

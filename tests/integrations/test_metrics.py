@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_dynbatch.geometry import zigzag_indices
-from megatron_dynbatch.reduce import get_sum_of_sample_mean
-from megatron_dynbatch.report import (
-    Metric,
+from megatron_dynbatch.integrations.metrics import (
     gather_and_reduce_log_dict,
     gather_log_data,
     reduce_train_step_metrics,
     rollout_log_metric_contribution,
 )
+from megatron_dynbatch.reduce import get_sum_of_sample_mean
+from megatron_dynbatch.report import Metric
 from tests.pool import run_ranks
 
 # Four rollouts, one of them of two samples (rows 0 and 3): response lengths, one value each.

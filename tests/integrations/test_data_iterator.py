@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dynbatch.hooks import DataIterator, get_data_iterator
+from megatron_dynbatch.integrations.data_iterator import DataIterator, get_data_iterator
 
 DATA = {"tokens": [[1], [2, 2], [3]], "reward": [0.1, 0.2, 0.3]}
 
