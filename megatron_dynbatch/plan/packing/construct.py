@@ -84,8 +84,11 @@ def constructions(
         if layout.pp == 1:
             finalists = [min(finalists, key=_barrier_figure)]
     width = row_width(layout)
-    if items.sizes.size <= MOST_PLACED and layout.pp == 1 and width == dp:
-        return [_searched(finalists[0], layout.lockstep_ranks > 1)]
+    if items.sizes.size <= MOST_PLACED and width == dp:
+        searched = _searched(min(finalists, key=_barrier_figure), layout.lockstep_ranks > 1)
+        if layout.pp == 1:
+            return [searched]
+        finalists.append(searched)
     if width < dp:
         finalists.append(_in_rows(items, bin_of, dp, num_bins, width, proposals))
         if items.sizes.size <= SEARCH_NUM_SAMPLES:
