@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from megatron_dynbatch.errors import MissingPackage
-from megatron_dynbatch.hooks.registry import SEAMS, SITES, TESTED_VERSIONS
+from megatron_dynbatch.hooks.registry import SEAMS, SITES
 from megatron_dynbatch.hooks.seams import (
     Seam,
     inspect_seams,
@@ -22,6 +22,7 @@ from megatron_dynbatch.hooks.sites import (
     uninstall_sites,
 )
 from megatron_dynbatch.hooks.version import core_version
+from megatron_dynbatch.versions import TESTED
 
 _installed = False
 
@@ -110,9 +111,9 @@ def _check_patched_as_a_whole(seams: tuple[Seam, ...]) -> None:
 def _warn_if_untested() -> None:
     from megatron.core.package_info import __version__ as version
 
-    if version.partition("+")[0] not in TESTED_VERSIONS:
+    if version.partition("+")[0] not in TESTED:
         warnings.warn(
-            f"megatron_dynbatch is tested with megatron-core {', '.join(TESTED_VERSIONS)}; all "
+            f"megatron_dynbatch is tested with megatron-core {', '.join(TESTED)}; all "
             f"its sites match in {version}, which is not among them",
             stacklevel=3,
         )

@@ -39,9 +39,6 @@ from megatron_dynbatch.hooks.seams import Seam
 from megatron_dynbatch.hooks.sites import Site
 from megatron_dynbatch.hooks.version import AUX_LOSSES_SINCE
 
-# Versions that the test suite runs.
-TESTED_VERSIONS = ("0.17.1", "0.18.2", "0.19.2")
-
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
 _ROUTER = "megatron.core.transformer.moe.router"
