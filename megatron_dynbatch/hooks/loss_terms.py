@@ -45,7 +45,7 @@ def _refusing(name: str, apply: Callable[..., Any]) -> Any:
 
         run = session()
         if run is not None and run.step is not None:
-            if _ADMITTED_BY.get(name) not in set(run.args.admit_unproven or ()):
+            if _ADMITTED_BY.get(name) not in run.options.admitted:
                 raise OptionError(
                     f"the model has a loss term that is not weighted by tokens ({name}): it would "
                     "depend on the packing; leave the term out of the model"

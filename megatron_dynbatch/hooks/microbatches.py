@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_dynbatch.hooks.arguments import settle_args
+from megatron_dynbatch.hooks.arguments import is_dynamic, settle_args
 from megatron_dynbatch.hooks.policy import batch_needed, batch_opened
 from megatron_dynbatch.hooks.session import Session, end_session, session, start_session
 
@@ -33,7 +33,7 @@ class StepCalculator:
     def get_current_global_batch_size(self) -> int:
         """G of the open step; the configured size before the first one."""
         step = self._run.step
-        return step.step_global_batch_size if step else self._run.args.global_batch_size
+        return step.step_global_batch_size if step else self._run.options.global_batch_size
 
     def get_current_running_global_batch_size(self) -> int:
         """The same: no rollout is skipped for divisibility."""
@@ -41,7 +41,7 @@ class StepCalculator:
 
     def get_micro_batch_size(self) -> int:
         """Sequences per micro-batch as Megatron sees them: one pack."""
-        return self._run.args.micro_batch_size
+        return self._run.options.micro_batch_size
 
     def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
         """Nothing to do: steps open at the loop condition, not by a sample count."""
@@ -52,7 +52,7 @@ def building_calculator(build: Callable[..., Any]) -> Callable[..., Any]:
 
     def build_or_replace(*positional: Any, **named: Any) -> Any:
         args = _global_args()
-        if args is None or not getattr(args, "dynamic_global_batch", False):
+        if args is None or not is_dynamic(args):
             end_session()
             return build(*positional, **named)
         from megatron_dynbatch.hooks.installation import check_in_place
@@ -76,26 +76,25 @@ def loop_condition(stock: bool, frame: Mapping[str, Any]) -> bool:
     if run is None:
         return stock
     run.step = None
-    args = run.args
-    by_samples = bool(args.train_samples)
-    if not (stock or by_samples) or _all_consumed(args):
+    options = run.options
+    if not (stock or options.counts_rollouts) or _all_consumed(run):
         return False
     feed = run.feed
-    if feed.cursor.consumed_rollouts != args.consumed_train_samples:
+    if feed.cursor.consumed_rollouts != run.live_args.consumed_rollouts:
         raise RuntimeError(
-            f"not on a step boundary: Megatron counts {args.consumed_train_samples} consumed "
+            f"not on a step boundary: Megatron counts {run.live_args.consumed_rollouts} consumed "
             f"rollouts, the cursor {feed.cursor.consumed_rollouts}"
         )
     run.at_step_boundary(frame["iteration"])
     if run.horizon is not None:
         run.horizon.at_boundary(frame["iteration"], feed.cursor)
-    feed.on_batch_needed = batch_needed(frame["model"], args)
-    feed.on_batch_opened = batch_opened(frame["model"], args)
+    feed.on_batch_needed = batch_needed(frame["model"], options)
+    feed.on_batch_opened = batch_opened(frame["model"], options)
     step = feed.open_step()
     # Empty steps that were passed over count as consumed.
-    args.consumed_train_samples = feed.cursor.consumed_rollouts
-    args.dynbatch_cursor = feed.cursor.to_dict()
-    if step is None or _all_consumed(args):
+    run.live_args.consumed_rollouts = feed.cursor.consumed_rollouts
+    run.live_args.keep_cursor(feed.cursor.to_dict())
+    if step is None or _all_consumed(run):
         if run.horizon is not None:
             run.horizon.at_end(feed.cursor)
         return False
@@ -103,8 +102,9 @@ def loop_condition(stock: bool, frame: Mapping[str, Any]) -> bool:
     return True
 
 
-def _all_consumed(args: argparse.Namespace) -> bool:
-    return bool(args.train_samples) and args.consumed_train_samples >= args.train_samples
+def _all_consumed(run: Session) -> bool:
+    limit = run.options.train_samples
+    return limit is not None and run.live_args.consumed_rollouts >= limit
 
 
 def count_changed(stock: bool, frame: Mapping[str, Any]) -> bool:
@@ -118,5 +118,5 @@ def consumed_samples(stock: int, frame: Mapping[str, Any]) -> int:
     if run is None or run.step is None:
         return stock
     size = run.feed.finish_step()
-    run.args.dynbatch_cursor = run.feed.cursor.to_dict()
+    run.live_args.keep_cursor(run.feed.cursor.to_dict())
     return size

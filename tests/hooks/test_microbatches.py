@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from megatron_dynbatch.errors import OptionError, ResumeError
-from megatron_dynbatch.hooks.horizon import UNBOUNDED
 from megatron_dynbatch.hooks.microbatches import (
     StepCalculator,
     building_calculator,
     consumed_samples,
     loop_condition,
 )
+from megatron_dynbatch.hooks.options import UNBOUNDED
 from megatron_dynbatch.hooks.session import Session, end_session, start_session
 from megatron_dynbatch.hooks.sites import SiteError
 from megatron_dynbatch.plan import ParallelLayout
@@ -53,12 +53,10 @@ def write(source: RolloutDirectory, trained: list[bool]) -> None:
 def begin(source: RolloutDirectory, **changed: Any) -> Session:
     """A run with two rollouts in a step."""
     values: dict[str, Any] = {
-        "rollouts_per_step": 2, "train_samples": None, "consumed_train_samples": 0,
-        "lr_decay_style": "constant", "lr_decay_samples": None, "on_batch_needed": None,
-        "on_batch_opened": None, "load": None,
+        "rollouts_per_step": 2, "consumed_train_samples": 0,
     }  # fmt: skip
     run = start_session(arguments(**{**values, **changed}))
-    run._feed = StepFeed(source, ParallelLayout(), run.options, batch_timeout=0.3)
+    run._feed = StepFeed(source, ParallelLayout(), run.options.plan, batch_timeout=0.3)
     return run
 
 
