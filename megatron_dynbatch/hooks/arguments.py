@@ -34,8 +34,6 @@ WIDTHS = ("fixed", "variable")
 BALANCES = ("micro-batch", "previous-step", "same-step")
 PROGRESS = ("auto", "bar", "plain", "off")
 
-_OF_ONE_RANK = ("rank", "local_rank", "step_report", "rollout_ledger")
-
 
 def adding_arguments(add: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``add_megatron_arguments`` so that the parser knows our flags too."""
@@ -280,18 +278,3 @@ def check_unknown_total(args: argparse.Namespace) -> None:
             f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --train-samples (in "
             "rollouts): weight decay rises until the end of training"
         )
-
-
-def facts_from_args(args: argparse.Namespace) -> dict[str, str]:
-    """Flag → value of all that must be the same on every rank.
-
-    Files and directories may have other names on another machine; what is read there is compared.
-    """
-    shown = {name: repr(value) for name, value in sorted(vars(args).items())}
-    return {
-        f"--{name.replace('_', '-')}": text
-        for name, text in shown.items()
-        if name not in _OF_ONE_RANK
-        and not name.endswith(("_path", "_dir", "_file"))
-        and " at 0x" not in text  # an object of the script's own, shown by its address
-    }

@@ -47,17 +47,22 @@ class StepCalculator:
         """Nothing to do: steps open at the loop condition, not by a sample count."""
 
 
-def building_calculator(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_build_num_microbatches_calculator``: ours when the flag is on."""
+def building_calculator(
+    build: Callable[..., Any], check: Callable[[], None]
+) -> Callable[..., Any]:
+    """Wrap ``_build_num_microbatches_calculator``: ours when the flag is on.
+
+    Args:
+        build: What is wrapped.
+        check: Called before a run begins.
+    """
 
     def build_or_replace(*positional: Any, **named: Any) -> Any:
         args = _global_args()
         if args is None or not is_dynamic(args):
             end_session()
             return build(*positional, **named)
-        from megatron_dynbatch.hooks.installation import check_in_place
-
-        check_in_place()
+        check()
         settle_args(args)
         return StepCalculator(start_session(args))
 

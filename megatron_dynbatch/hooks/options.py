@@ -12,6 +12,8 @@ from megatron_dynbatch.steps.announce import Staleness
 # Rollouts that no run trains: Megatron wants a number where the total is not known.
 UNBOUNDED = 10**12
 
+_OF_ONE_RANK = ("rank", "local_rank", "step_report", "rollout_ledger")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
@@ -150,6 +152,21 @@ class TrainingOptions:
             step_progress=args.step_progress,
             tensorboard_log_interval=getattr(args, "tensorboard_log_interval", 1),
         )
+
+
+def facts_from_args(args: argparse.Namespace) -> dict[str, str]:
+    """Flag → value of all that must be the same on every rank.
+
+    Files and directories may have other names on another machine; what is read there is compared.
+    """
+    shown = {name: repr(value) for name, value in sorted(vars(args).items())}
+    return {
+        f"--{name.replace('_', '-')}": text
+        for name, text in shown.items()
+        if name not in _OF_ONE_RANK
+        and not name.endswith(("_path", "_dir", "_file"))
+        and " at 0x" not in text  # an object of the script's own, shown by its address
+    }
 
 
 def _layout(args: argparse.Namespace) -> ParallelLayout:

@@ -7,6 +7,7 @@ Numbers of matches are those of megatron-core 0.14 (fewer consumed-sample sites)
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable
 
 from megatron_dynbatch.hooks.arguments import adding_arguments
@@ -35,9 +36,9 @@ from megatron_dynbatch.hooks.routers import (
     weighting_z_loss,
 )
 from megatron_dynbatch.hooks.scheduler import scheduler_increment
-from megatron_dynbatch.hooks.seams import Seam
-from megatron_dynbatch.hooks.sites import Site
-from megatron_dynbatch.hooks.version import AUX_LOSSES_SINCE
+from megatron_dynbatch.hooks.seams import Seam, seams_out_of_place
+from megatron_dynbatch.hooks.sites import Site, SiteError, sites_out_of_place
+from megatron_dynbatch.hooks.version import AUX_LOSSES_SINCE, core_version
 
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
@@ -79,10 +80,26 @@ SITES = (
 )
 
 
+def check_in_place() -> None:
+    """Make sure, when a run begins, that everything that was hooked still is.
+
+    Raises:
+        SiteError: Names what was replaced or loaded again after `install`.
+    """
+    lines = sites_out_of_place(SITES) + seams_out_of_place(present_seams())
+    if lines:
+        raise SiteError(
+            "hooks were lost after megatron_dynbatch.install():\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\ncall install() after everything that reloads or replaces parts of Megatron, or "
+            "let the other plugin wrap what it finds"
+        )
+
+
 SEAMS = (
     Seam("megatron.training.arguments", "add_megatron_arguments", adding_arguments),
     Seam("megatron.core.num_microbatches_calculator", "_build_num_microbatches_calculator",
-         building_calculator),
+         functools.partial(building_calculator, check=check_in_place)),
     Seam(_TRAINING, "build_train_valid_test_data_iterators", building_iterators),
     Seam(_TRAINING, "get_forward_backward_func", getting_forward_backward),
     Seam(_TRAINING, "consume_seqlen_stats_in_iteration", consuming_lengths, since=(0, 18)),
@@ -99,3 +116,8 @@ SEAMS = (
     Seam("megatron.core.transformer.multi_token_prediction",
          "MTPLossLoggingHelper.save_metrics_to_tracker", tracking_mtp, AUX_LOSSES_SINCE),
 )
+
+
+def present_seams() -> tuple[Seam, ...]:
+    """The seams that the installed version of megatron-core has."""
+    return tuple(seam for seam in SEAMS if core_version() >= seam.since)

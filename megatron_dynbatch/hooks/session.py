@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from megatron_dynbatch.hooks.arguments import facts_from_args
 from megatron_dynbatch.hooks.horizon import HorizonWarning
 from megatron_dynbatch.hooks.live_args import LiveArgs
-from megatron_dynbatch.hooks.options import TrainingOptions
+from megatron_dynbatch.hooks.options import TrainingOptions, facts_from_args
 from megatron_dynbatch.hooks.progress import step_progress
 from megatron_dynbatch.hooks.rendezvous import install_rendezvous, uninstall_rendezvous
 from megatron_dynbatch.hooks.resume import check_batches

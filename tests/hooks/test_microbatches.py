@@ -18,6 +18,7 @@ from megatron_dynbatch.hooks.microbatches import (
     loop_condition,
 )
 from megatron_dynbatch.hooks.options import UNBOUNDED
+from megatron_dynbatch.hooks.registry import check_in_place
 from megatron_dynbatch.hooks.session import Session, end_session, start_session
 from megatron_dynbatch.hooks.sites import SiteError
 from megatron_dynbatch.plan import ParallelLayout
@@ -152,7 +153,7 @@ def calculators(argv: list[str]) -> list[Any]:
     """Of Megatron where there are no arguments or the flag is off; ours, lost or wrong."""
     from megatron.training import global_vars
 
-    build = building_calculator(lambda *positional, **named: (positional, named))
+    build = building_calculator(lambda *positional, **named: (positional, named), check_in_place)
     found: list[Any] = []
     for args in (None, argparse.Namespace(), arguments(dynamic_global_batch=False)):
         global_vars._GLOBAL_ARGS = args

@@ -12,6 +12,7 @@ import pytest
 from megatron_dynbatch.errors import ResumeError
 from megatron_dynbatch.hooks import microbatches
 from megatron_dynbatch.hooks.checkpoint import loaded_samples
+from megatron_dynbatch.hooks.registry import check_in_place
 from megatron_dynbatch.hooks.scheduler import scheduler_increment
 from megatron_dynbatch.hooks.session import Session, current, end_session, session, start_session
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions, make_plan
@@ -84,7 +85,7 @@ def two_trainings(first: argparse.Namespace, second: argparse.Namespace) -> list
     """What Megatron's calculator is after each, and whether a run is left."""
     from megatron.training import global_vars
 
-    build = microbatches.building_calculator(lambda *positional: "Megatron's own")
+    build = microbatches.building_calculator(lambda *positional: "Megatron's own", check_in_place)
     run = start_session(first)
     open_step(run)
     global_vars._GLOBAL_ARGS = second
