@@ -31,9 +31,11 @@ test: lint $(OTHER_MEGATRONS)  ## lint, types and the tests, but the slow ones (
 test-slow: $(OTHER_MEGATRONS)  ## what test leaves out: other Megatron versions and plugins, experts, long runs
 	$(PYTEST) $(PARALLEL) -m slow tests
 
-lint: $(INSTALLED)  ## ruff and mypy
+lint: $(INSTALLED)  ## ruff, types, who imports whom, unused names
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/vulture
 
 readme-numbers:  ## figures of README and docs, from benchmarks/results
 	$(PYTHON3) -m benchmarks.readme_numbers

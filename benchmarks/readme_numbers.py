@@ -1,5 +1,7 @@
 """``make readme-numbers``: every measured figure of README and docs, from the files of results.
 
+The tested versions of Megatron, from `megatron_dynbatch/versions.py`, are figures too.
+
 A figure stands between `<!--n:NAME-->` and `<!--/n-->`, which no reader sees; NAME is one of
 `FIGURES`. ``--check`` changes nothing and ends with code 1 if a figure is not that of its file.
 """
@@ -12,6 +14,8 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from megatron_dynbatch.versions import TESTED, TESTED_PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -123,6 +127,16 @@ def _asynchronous(row: str, column: int) -> str:
     return line.split("|")[column].strip()
 
 
+def versions() -> str:
+    """A table of the versions that were trained."""
+    lines = [
+        f"| megatron-core | {' | '.join(TESTED)} |",
+        f"|---|{'---|' * len(TESTED)}",
+        f"| training code from | {' | '.join(TESTED.values())} |",
+    ]
+    return "\n\n" + "\n".join(lines) + "\n\n"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "throughput-padded": throughput_padded,
     "throughput-packed": throughput_packed,
@@ -140,6 +154,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "demo-dropped": lambda: _demo("samples that never train, if the rest is dropped"),
     "demo-torn": lambda: _demo("rollouts that lose samples or are torn in two"),
     "own-loop-lines": own_loop_lines,
+    "versions": versions,
+    "tested-packages": lambda: ", ".join(TESTED_PACKAGES),
     "async-turns": lambda: _asynchronous("0", 2),
     "async-ahead": lambda: _asynchronous("1", 2),
     "async-ratio": lambda: f"{float(_asynchronous('1', 2)) / float(_asynchronous('0', 2)):.2f}",

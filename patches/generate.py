@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_dynbatch.cli import source_patch
 from megatron_dynbatch.cli.sites import installed_root
 from megatron_dynbatch.cli.tree import Tree
-from megatron_dynbatch.hooks.registry import TESTED_VERSIONS
+from megatron_dynbatch.versions import TESTED_PACKAGES
 
 FOLDER = Path(__file__).parent
 # Their packages on PyPI have no training loop, so they are used as checkouts.
@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repository", type=Path)
     repository = parser.parse_args().repository
-    for version in TESTED_VERSIONS:
+    for version in TESTED_PACKAGES:
         write(Tree(released(version)))
     for tag in TAGS if repository else ():
         with tempfile.TemporaryDirectory() as folder:

@@ -119,7 +119,7 @@ def sites() -> list[Check]:
 
 def seams() -> list[Check]:
     """Every seam: the function in place, and who put it there."""
-    from megatron_dynbatch.hooks.installation import present_seams
+    from megatron_dynbatch.hooks.registry import present_seams
     from megatron_dynbatch.hooks.seams import inspect_seams
 
     checks = []

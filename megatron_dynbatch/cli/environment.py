@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_dynbatch._version import __version__
+from megatron_dynbatch.versions import TESTED
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,13 @@ _NO_MEGATRON = (
 
 
 def _megatron() -> list[Check]:
-    from megatron_dynbatch.hooks.registry import TESTED_VERSIONS
-
     if _missing("megatron.core"):
         return [Check("megatron-core", "not installed", _NO_MEGATRON)]
     from megatron.core import package_info
 
     core = _root("megatron.core")
     number = package_info.__version__.partition("+")[0]
-    tested = number in TESTED_VERSIONS
+    tested = number in TESTED
     checks = [Check("megatron-core", f"{number} ({core}), {'' if tested else 'not '}tested")]
     if _missing("megatron.training"):
         checks.append(Check(

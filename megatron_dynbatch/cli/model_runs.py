@@ -87,7 +87,7 @@ def _measure(
     opened, schedule = run.step, bound.arguments["forward_backward_func"]
     assert opened is not None
     samples = _samples_of_all_ranks(opened)
-    capacity = run.options.capacity(run.layout)
+    capacity = run.options.plan.capacity(run.layout)
     assert capacity is not None
     ways = variants(opened.plan, opened.step_plan, capacity)
     found = {}
@@ -95,7 +95,7 @@ def _measure(
     for way in sorted(ways, key=lambda way: way.is_alone):
         run.step = as_step(opened, samples, way, run.feed.width)
         is_unpacked = way.is_alone and run.layout.cp == 1
-        is_plain = way.is_alone and can_be_plain(run.layout) and not run.args.mtp_num_layers
+        is_plain = way.is_alone and can_be_plain(run.layout) and not run.options.mtp_num_layers
         measured = found[way.name] = Measured()
         bound.arguments["forward_backward_func"] = (
             functools.partial(_plain_autograd, run, samples, measured) if is_plain else schedule
@@ -188,7 +188,7 @@ def _plain_autograd(
     with chunk.no_sync():
         for k in range(step.num_microbatches):
             micro_batch = run.select(k)
-            if run.args.num_experts:
+            if run.options.num_experts:
                 _scale_router_losses(step, k)
             output, loss_function = forward_step_func(data_iterator, chunk)
             keywords = loss_hook._wanted_keywords(loss_function)

@@ -14,14 +14,9 @@ import socket
 import megatron_dynbatch._torch  # noqa: F401
 from megatron_dynbatch.cpu.reset import reset_megatron
 
-__all__ = ["enable", "is_enabled", "reset_megatron"]
+__all__ = ["enable", "reset_megatron"]
 
 _enabled = False
-
-
-def is_enabled() -> bool:
-    """Whether `enable()` has been called in this process."""
-    return _enabled
 
 
 def enable() -> None:

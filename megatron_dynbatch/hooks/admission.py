@@ -10,7 +10,7 @@ import argparse
 import itertools
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,8 +164,12 @@ def warn_of_packing(args: argparse.Namespace) -> None:
         )
 
 
-def check_model(args: argparse.Namespace, chunks: Sequence[Any]) -> None:
+def check_model(chunks: Sequence[Any], admitted: Set[str]) -> None:
     """Refuse a model of a class that has no parity row.
+
+    Args:
+        chunks: The model.
+        admitted: Traits of --admit-unproven.
 
     Raises:
         OptionError: A chunk is no GPTModel.
@@ -175,7 +179,7 @@ def check_model(args: argparse.Namespace, chunks: Sequence[Any]) -> None:
 
     for chunk in chunks:
         model = unwrap_model(chunk)
-        if not isinstance(model, GPTModel) and MODEL_CLASS.name not in (args.admit_unproven or ()):
+        if not isinstance(model, GPTModel) and MODEL_CLASS.name not in admitted:
             raise OptionError(
                 f"the model is a {type(model).__name__}: {MODEL_CLASS.reason}, or admit yours with "
                 f"--admit-unproven {MODEL_CLASS.name}"

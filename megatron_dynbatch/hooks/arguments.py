@@ -10,15 +10,13 @@ import functools
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.hooks.admission import refused, warn_of_packing
-from megatron_dynbatch.hooks.horizon import check_unknown_total, imply_unknown_total
 from megatron_dynbatch.hooks.loss_terms import guard_scaled_terms
+from megatron_dynbatch.hooks.options import UNBOUNDED, TrainingOptions
 from megatron_dynbatch.hooks.tracker import mend_tracker
-from megatron_dynbatch.plan import ParallelLayout, PlanOptions
 from megatron_dynbatch.plan.flags import TRAINING_FLAGS, options_as_typed
 from megatron_dynbatch.plan.options import (
     EMPTY_ROLLOUT_POLICIES,
@@ -27,17 +25,15 @@ from megatron_dynbatch.plan.options import (
     ORDERS,
     OVERSIZE_POLICIES,
 )
-from megatron_dynbatch.rollouts import RolloutSource, open_transport
+from megatron_dynbatch.rollouts import open_transport
 from megatron_dynbatch.rollouts.flow import PROGRESS_NOTE
-from megatron_dynbatch.steps.announce import STALE_POLICIES, Staleness
+from megatron_dynbatch.steps.announce import STALE_POLICIES
 from megatron_dynbatch.steps.config import MOST_EMPTY_BATCHES
 from megatron_dynbatch.steps.empty_batches import EmptyBatches
 
 WIDTHS = ("fixed", "variable")
 BALANCES = ("micro-batch", "previous-step", "same-step")
 PROGRESS = ("auto", "bar", "plain", "off")
-
-_OF_ONE_RANK = ("rank", "local_rank", "step_report", "rollout_ledger")
 
 
 def adding_arguments(add: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,7 +174,8 @@ def imply(args: argparse.Namespace) -> None:
             "if END ends the run: without a step size the LR horizon cannot be counted in "
             "iterations"
         )
-    imply_unknown_total(args)
+    if not (args.train_samples or args.train_iters):
+        args.train_samples = UNBOUNDED  # the END marker ends training
     # Only Megatron's iterations × batch size horizons read it from here on.
     size = 1 if per_step == "batch" else per_step
     if args.global_batch_size not in (None, size):
@@ -225,6 +222,11 @@ def _whole_shares(size: int, args: argparse.Namespace) -> int:
     return max(dp, size // dp * dp)
 
 
+def is_dynamic(args: argparse.Namespace) -> bool:
+    """Whether parsed arguments ask for the plugin; those of another parser do not know its flag."""
+    return getattr(args, "dynamic_global_batch", False)
+
+
 def settle_args(args: argparse.Namespace) -> None:
     """Check arguments that Megatron has validated, and set what its validation resets.
 
@@ -238,8 +240,8 @@ def settle_args(args: argparse.Namespace) -> None:
             + "\n".join(f"  {reason}" for reason in reasons)
         )
     with options_as_typed(TRAINING_FLAGS):
-        options_from_args(args).capacity(layout_from_args(args))
-    staleness_from_args(args)
+        options = TrainingOptions.from_args(args)
+        options.plan.capacity(options.layout)
     check_unknown_total(args)
     if args.keep_batches is not None and args.keep_batches < 0:
         raise OptionError(
@@ -247,75 +249,33 @@ def settle_args(args: argparse.Namespace) -> None:
         )
     EmptyBatches(args.max_empty_batches)  # raises if it is no number of batches
     # Raises if the path is something else than rollouts, whichever batches are still there.
-    source_from_args(args).published(PROGRESS_NOTE)
-    if args.load:
-        mend_tracker(Path(args.load))
+    open_transport(options.rollout_path).published(PROGRESS_NOTE)
+    if options.load is not None:
+        mend_tracker(options.load)
     guard_scaled_terms()
     warn_of_packing(args)
     if args.micro_batch_width == "variable":
         args.variable_seq_lengths = True
 
 
-def layout_from_args(args: argparse.Namespace) -> ParallelLayout:
-    """The parallel layout that Megatron was asked for."""
-    fp8 = None
-    if getattr(args, "fp8", None):
-        fp8 = "mxfp8" if args.fp8_recipe == "mxfp8" else "fp8"
-    return ParallelLayout(
-        dp=args.data_parallel_size,
-        cp=args.context_parallel_size,
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        vpp=args.virtual_pipeline_model_parallel_size or 1,
-        vpp_group=args.microbatch_group_size_per_vp_stage
-        if args.virtual_pipeline_model_parallel_size
-        else None,
-        ep=args.expert_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        fp8=fp8,
-    )
-
-
-def options_from_args(args: argparse.Namespace) -> PlanOptions:
-    """The plan options that the flags ask for."""
-    per_step = args.rollouts_per_step
-    return PlanOptions(
-        max_tokens_per_gpu=args.max_tokens_per_gpu,
-        rollouts_per_step=None if per_step == "batch" else per_step,
-        loss_reduction=args.loss_reduction,
-        loss_constant=args.loss_constant,
-        leftover=args.leftover,
-        empty_rollouts=args.empty_rollouts,
-        oversize=args.oversize,
-        fixed_width=args.micro_batch_width == "fixed",
-        step_splitter=args.step_splitter,
-        tokens_per_step=args.tokens_per_step,
-        order=args.micro_batch_order,
-    )
-
-
-def facts_from_args(args: argparse.Namespace) -> dict[str, str]:
-    """Flag → value of all that must be the same on every rank.
-
-    Files and directories may have other names on another machine; what is read there is compared.
-    """
-    shown = {name: repr(value) for name, value in sorted(vars(args).items())}
-    return {
-        f"--{name.replace('_', '-')}": text
-        for name, text in shown.items()
-        if name not in _OF_ONE_RANK
-        and not name.endswith(("_path", "_dir", "_file"))
-        and " at 0x" not in text  # an object of the script's own, shown by its address
-    }
-
-
-def staleness_from_args(args: argparse.Namespace) -> Staleness:
-    """Which rollouts are too old, and what happens to them."""
-    return Staleness(args.max_staleness, args.stale_rollouts)
-
-
-def source_from_args(
-    args: argparse.Namespace, vocab_size: int | None = None
-) -> RolloutSource:
-    """The transport that --rollout-path names; token ids must be below ``vocab_size``."""
-    return open_transport(args.rollout_path, vocab_size=vocab_size)
+def check_unknown_total(args: argparse.Namespace) -> None:
+    """Raise OptionError if a schedule needs a length that is not given."""
+    if args.train_samples != UNBOUNDED:
+        return
+    without_horizon = args.lr_decay_samples is None
+    if without_horizon and args.lr_decay_style != "constant":
+        raise OptionError(
+            f"how many rollouts there will be is not known (neither --train-samples nor "
+            f"--train-iters is given), so --lr-decay-style {args.lr_decay_style} has no end: give "
+            "--lr-decay-samples (in rollouts), or --lr-decay-style constant (after warm-up)"
+        )
+    if without_horizon and args.lr_warmup_fraction is not None:
+        raise OptionError(
+            "--lr-warmup-fraction is a part of --lr-decay-samples, which is not given: give "
+            "--lr-warmup-samples (in rollouts)"
+        )
+    if args.weight_decay_incr_style != "constant":
+        raise OptionError(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --train-samples (in "
+            "rollouts): weight decay rises until the end of training"
+        )

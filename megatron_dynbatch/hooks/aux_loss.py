@@ -66,7 +66,7 @@ def begin_schedule(run: Session, model: list[Any]) -> None:
     for chunk in chunks:
         inject_padding_mask(run, chunk)
         inject_mtp_inputs(run, chunk)
-    if not run.args.mtp_num_layers:
+    if not run.options.mtp_num_layers:
         return
 
     step = _open(run)
@@ -87,11 +87,11 @@ def _enter_backward(run: Session, k: int, gradient: torch.Tensor) -> None:
     run.select(k)
     scales = aux_scales(run, k)
     loss_scale = _loss_scale(run, gradient.device)
-    if run.args.num_experts:
+    if run.options.num_experts:
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         MoEAuxLossAutoScaler.main_loss_backward_scale = loss_scale * scales.moe
-    if run.args.mtp_num_layers:
+    if run.options.mtp_num_layers:
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
         MTPLossAutoScaler.main_loss_backward_scale = loss_scale * scales.mtp
@@ -122,12 +122,12 @@ def _compute_scales(run: Session, k: int) -> AuxScales:
     share = tokens / step.num_tokens
     router_ranks = layout.tp * layout.cp
     seen = int(router_values(run, packed, ~packed.padding_mask).sum())
-    if not run.args.calculate_per_token_loss:
+    if not run.options.per_token_loss:
         moe = share * world
     else:  # Megatron multiplies the terms by the router's tokens and by TP·CP
         moe = share / (seen * router_ranks) if seen else 0.0
     mtp = mtp_log = 0.0
-    if run.args.mtp_num_layers and run.mtp_tokens:
+    if run.options.mtp_num_layers and run.mtp_tokens:
         predicted = max(_predicted_tokens(step, packed), 1)
         mtp = predicted * world / run.mtp_tokens
         mtp_log = mtp * step.num_microbatches

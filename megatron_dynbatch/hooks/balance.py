@@ -222,17 +222,17 @@ def _layer_of(router: Any) -> int:
     return int(router.layer_number) - 1 + (router.config.num_layers if router.is_mtp_layer else 0)
 
 
-def balance_from_args(run: Session) -> StepBalance | None:
+def step_balance(run: Session) -> StepBalance | None:
     """What `--moe-balance` asks for; None as in Megatron."""
-    args = run.args
-    if not args.num_experts or args.moe_balance == "micro-batch":
+    options = run.options
+    if not options.num_experts or options.moe_balance == "micro-batch":
         return None
     return StepBalance(
-        args.num_layers + (args.mtp_num_layers or 0),
-        args.num_experts,
-        args.moe_router_topk,
-        from_same_step=args.moe_balance == "same-step",
-        saved=getattr(args, "dynbatch_balance", None),
+        options.num_layers + options.mtp_num_layers,
+        options.num_experts,
+        options.moe_router_topk,
+        from_same_step=options.moe_balance == "same-step",
+        saved=run.live_args.balance,
     )
 
 
@@ -248,7 +248,7 @@ def begin_balance(
         named: The schedule's other arguments.
     """
     if run.balance is None:
-        run.balance = balance_from_args(run)
+        run.balance = step_balance(run)
     if run.balance is None:
         return
     run.balance.begin()
@@ -282,4 +282,4 @@ def keep_balance(run: Session) -> None:
         return
     if not run.balance.from_same_step:
         run.balance.settle(run.step.num_tokens, run.step.device)
-    run.args.dynbatch_balance = run.balance.to_dict()
+    run.live_args.balance = run.balance.to_dict()

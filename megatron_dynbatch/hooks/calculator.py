@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from megatron_dynbatch.hooks.arguments import settle_args
+from megatron_dynbatch.hooks.arguments import is_dynamic, settle_args
 from megatron_dynbatch.hooks.session import Session, end_session, start_session
 
 
@@ -31,7 +31,7 @@ class StepCalculator:
     def get_current_global_batch_size(self) -> int:
         """G of the open step; the configured size before the first one."""
         step = self._run.step
-        return step.step_global_batch_size if step else self._run.args.global_batch_size
+        return step.step_global_batch_size if step else self._run.options.global_batch_size
 
     def get_current_running_global_batch_size(self) -> int:
         """The same: no rollout is skipped for divisibility."""
@@ -39,23 +39,28 @@ class StepCalculator:
 
     def get_micro_batch_size(self) -> int:
         """Sequences per micro-batch as Megatron sees them: one pack."""
-        return self._run.args.micro_batch_size
+        return self._run.options.micro_batch_size
 
     def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
         """Nothing to do: steps open at the loop condition, not by a sample count."""
 
 
-def building_calculator(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_build_num_microbatches_calculator``: ours when the flag is on."""
+def building_calculator(
+    build: Callable[..., Any], check: Callable[[], None]
+) -> Callable[..., Any]:
+    """Wrap ``_build_num_microbatches_calculator``: ours when the flag is on.
+
+    Args:
+        build: What is wrapped.
+        check: Called before a run begins.
+    """
 
     def build_or_replace(*positional: Any, **named: Any) -> Any:
         args = _global_args()
-        if args is None or not getattr(args, "dynamic_global_batch", False):
+        if args is None or not is_dynamic(args):
             end_session()
             return build(*positional, **named)
-        from megatron_dynbatch.hooks.installation import check_in_place
-
-        check_in_place()
+        check()
         settle_args(args)
         return StepCalculator(start_session(args))
 

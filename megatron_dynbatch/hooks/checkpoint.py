@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_dynbatch.errors import ResumeError
+from megatron_dynbatch.hooks.live_args import LiveArgs
 from megatron_dynbatch.hooks.session import session
 from megatron_dynbatch.steps import Cursor
 
@@ -33,6 +34,6 @@ def loaded_samples(stock: int, frame: Mapping[str, Any]) -> int:
         return 0
     cursor = Cursor.from_dict(saved)
     run.restore(cursor)
-    run.args.dynbatch_cursor = saved
-    run.args.dynbatch_balance = getattr(frame["checkpoint_args"], "dynbatch_balance", None)
+    run.live_args.keep_cursor(saved)
+    run.live_args.balance = LiveArgs(frame["checkpoint_args"]).balance
     return cursor.consumed_rollouts

@@ -6,7 +6,6 @@ own; an unmodified script reads stock batches from it, a script of ours calls `g
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,22 +47,14 @@ def building_iterators(build: Callable[..., Any]) -> Callable[..., Any]:
             return build(provider)
         from megatron.core.rerun_state_machine import RerunDataIterator
 
-        valid, test = _evaluation_iterators(build, provider, run.args)
-        run.args.do_train = 1
+        # The script's own evaluation data; its datasets are not built where none is wanted.
+        valid = test = None
+        if run.options.evaluates:
+            _, valid, test = build(provider)
+        run.live_args.tell_of_data(has_evaluation=run.options.evaluates)
         return RerunDataIterator(StockBatchIterator()), valid, test
 
     return build_with_rollouts
-
-
-def _evaluation_iterators(
-    build: Callable[..., Any], provider: Callable[..., Any], args: argparse.Namespace
-) -> tuple[Any, Any]:
-    """The script's own evaluation data; its datasets are not built where none is wanted."""
-    if not (args.eval_iters or getattr(args, "full_validation", False)):
-        args.do_valid = args.do_test = 0
-        return None, None
-    _, valid, test = build(provider)
-    return valid, test
 
 
 def get_batch(data_iterator: Any = None) -> MicroBatch:

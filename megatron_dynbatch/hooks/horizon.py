@@ -14,78 +14,37 @@ rule for their length:
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
-from megatron_dynbatch.errors import OptionError
+from megatron_dynbatch.hooks.options import TrainingOptions
 from megatron_dynbatch.output import progress
 from megatron_dynbatch.rollouts import RolloutDataError, RolloutSource
 from megatron_dynbatch.steps import Cursor
 from megatron_dynbatch.wording import counted
 
-# Rollouts that no run trains: Megatron wants a number where the total is not known.
-UNBOUNDED = 10**12
-
 TOLERANCE = 0.01
-
-
-def imply_unknown_total(args: argparse.Namespace) -> None:
-    """Set what Megatron needs where neither --train-samples nor --train-iters is given."""
-    if not (args.train_samples or args.train_iters):
-        args.train_samples = UNBOUNDED
-
-
-def check_unknown_total(args: argparse.Namespace) -> None:
-    """Raise OptionError if a schedule needs a length that is not given."""
-    if args.train_samples != UNBOUNDED:
-        return
-    without_horizon = args.lr_decay_samples is None
-    if without_horizon and args.lr_decay_style != "constant":
-        raise OptionError(
-            f"how many rollouts there will be is not known (neither --train-samples nor "
-            f"--train-iters is given), so --lr-decay-style {args.lr_decay_style} has no end: give "
-            "--lr-decay-samples (in rollouts), or --lr-decay-style constant (after warm-up)"
-        )
-    if without_horizon and args.lr_warmup_fraction is not None:
-        raise OptionError(
-            "--lr-warmup-fraction is a part of --lr-decay-samples, which is not given: give "
-            "--lr-warmup-samples (in rollouts)"
-        )
-    if args.weight_decay_incr_style != "constant":
-        raise OptionError(
-            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --train-samples (in "
-            "rollouts): weight decay rises until the end of training"
-        )
 
 
 class HorizonWarning:
     """Compares the length of the LR schedule with the rollouts that will be, or were, trained.
 
     Args:
-        args: Megatron's, after its scheduler was built.
+        options: Of the run.
         source: Where rollouts come from.
         say: Gets the warning, at most once.
     """
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        options: TrainingOptions,
         source: RolloutSource,
         say: Callable[[str], None] = progress,
     ) -> None:
-        self._args = args
+        self._options = options
         self._source = source
         self._say = say
-        self._is_done = args.lr_decay_style == "constant"
+        self._is_done = options.lr_horizon is None
         self._last_batch: int | None = None
-
-    @property
-    def horizon(self) -> int:
-        """Rollouts until the LR schedule ends."""
-        args = self._args
-        if args.lr_decay_samples is not None:
-            return args.lr_decay_samples
-        return args.lr_decay_iters * args.global_batch_size
 
     def at_boundary(self, iteration: int, cursor: Cursor) -> None:
         """Look at the beginning of the run, and where a batch begins; on rank 0."""
@@ -93,12 +52,11 @@ class HorizonWarning:
             return
         is_first = self._last_batch is None
         self._last_batch = cursor.batch_id
-        args = self._args
-        if args.train_samples:
+        if self._options.train_iters is None:
             if is_first and (expected := self._expected(cursor)) is not None:
                 self._compare(expected, "will be trained")
         elif iteration > 0 and cursor.consumed_rollouts > 0:
-            expected = round(cursor.consumed_rollouts / iteration * args.train_iters)
+            expected = round(cursor.consumed_rollouts / iteration * self._options.train_iters)
             self._compare(expected, "will be trained if steps stay as they are")
 
     def at_end(self, cursor: Cursor) -> None:
@@ -108,8 +66,7 @@ class HorizonWarning:
 
     def _expected(self, cursor: Cursor) -> int | None:
         """Rollouts when training ends, None if that is not known."""
-        args = self._args
-        limit = None if args.train_samples == UNBOUNDED else args.train_samples
+        limit = self._options.train_samples
         total = cursor.consumed_rollouts if cursor.step_index == 0 else None
         batch = cursor.batch_id
         # A cursor inside a batch, or with carried rollouts, does not tell what is left of it.
@@ -126,7 +83,8 @@ class HorizonWarning:
         return total if state == "end" else limit
 
     def _compare(self, rollouts: int, what: str) -> None:
-        horizon = self.horizon
+        horizon = self._options.lr_horizon
+        assert horizon is not None, "a constant rate has no horizon to compare with"
         if abs(rollouts - horizon) <= TOLERANCE * horizon:
             return
         self._is_done = True

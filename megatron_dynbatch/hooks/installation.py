@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 
 from megatron_dynbatch.errors import MissingPackage
-from megatron_dynbatch.hooks.registry import SEAMS, SITES, TESTED_VERSIONS
+from megatron_dynbatch.hooks.registry import SITES, present_seams
 from megatron_dynbatch.hooks.seams import (
     Seam,
     inspect_seams,
     install_seams,
-    seams_out_of_place,
     uninstall_seams,
 )
 from megatron_dynbatch.hooks.session import end_session
@@ -18,10 +17,9 @@ from megatron_dynbatch.hooks.sites import (
     SiteError,
     inspect_sites,
     install_sites,
-    sites_out_of_place,
     uninstall_sites,
 )
-from megatron_dynbatch.hooks.version import core_version
+from megatron_dynbatch.versions import TESTED
 
 _installed = False
 
@@ -60,27 +58,6 @@ def uninstall() -> None:
     _installed = False
 
 
-def present_seams() -> tuple[Seam, ...]:
-    """The seams that the installed version of megatron-core has."""
-    return tuple(seam for seam in SEAMS if core_version() >= seam.since)
-
-
-def check_in_place() -> None:
-    """Make sure, when a run begins, that everything that was hooked still is.
-
-    Raises:
-        SiteError: Names what was replaced or loaded again after `install`.
-    """
-    lines = sites_out_of_place(SITES) + seams_out_of_place(present_seams())
-    if lines:
-        raise SiteError(
-            "hooks were lost after megatron_dynbatch.install():\n"
-            + "\n".join(f"  {line}" for line in lines)
-            + "\ncall install() after everything that reloads or replaces parts of Megatron, or "
-            "let the other plugin wrap what it finds"
-        )
-
-
 def _need_training() -> None:
     try:
         import megatron.training  # noqa: F401
@@ -110,9 +87,9 @@ def _check_patched_as_a_whole(seams: tuple[Seam, ...]) -> None:
 def _warn_if_untested() -> None:
     from megatron.core.package_info import __version__ as version
 
-    if version.partition("+")[0] not in TESTED_VERSIONS:
+    if version.partition("+")[0] not in TESTED:
         warnings.warn(
-            f"megatron_dynbatch is tested with megatron-core {', '.join(TESTED_VERSIONS)}; all "
+            f"megatron_dynbatch is tested with megatron-core {', '.join(TESTED)}; all "
             f"its sites match in {version}, which is not among them",
             stacklevel=3,
         )

@@ -52,9 +52,9 @@ def _scaled_schedule(schedule: Callable[..., Any]) -> Callable[..., Any]:
             return schedule(forward_step_func=forward_step_func, **named)
         if not run.model_checked:
             model = named["model"]
-            check_model(run.args, model if isinstance(model, list) else [model])
+            check_model(model if isinstance(model, list) else [model], run.options.admitted)
             run.model_checked = True
-        if run.has_aux_losses:
+        if run.options.has_aux_losses:
             begin_schedule(run, named["model"])
             begin_balance(run, schedule, _numbered_forward_step(run, forward_step_func), named)
         forward_step_func = _scaled_forward_step(run, forward_step_func)
@@ -88,7 +88,7 @@ def _scaled_forward_step(run: Session, forward_step: Callable[..., Any]) -> Call
         output, loss_function = numbered(data_iterator, model, *rest, **named)
         micro_batch = run.current
         assert micro_batch is not None
-        if run.has_aux_losses:
+        if run.options.has_aux_losses:
             watch_backward(run, run.current_index, output)
         if loss_function is None:
             return output, None
@@ -118,7 +118,7 @@ def _scaled_loss(
             f"the loss function must return one scalar tensor first, not {_describe(local_sum)}"
         )
     run.loss_sums.append((micro_batch, local_sum.detach()))
-    per_token = run.args.calculate_per_token_loss
+    per_token = run.options.per_token_loss
     loss, num_tokens, report_count = megatron_loss(
         local_sum, micro_batch.step, run.layout, calculate_per_token_loss=per_token
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_dynbatch.errors import OptionError
+from megatron_dynbatch.hooks.session import session
 
 # Those that `aux_loss` weights, and the trait that admits another.
 _WEIGHTED = ("MoEAuxLossAutoScaler", "MTPLossAutoScaler")
@@ -41,11 +42,9 @@ def guard_scaled_terms() -> None:
 
 def _refusing(name: str, apply: Callable[..., Any]) -> Any:
     def apply_or_refuse(*inputs: Any) -> Any:
-        from megatron_dynbatch.hooks.session import session
-
         run = session()
         if run is not None and run.step is not None:
-            if _ADMITTED_BY.get(name) not in set(run.args.admit_unproven or ()):
+            if _ADMITTED_BY.get(name) not in run.options.admitted:
                 raise OptionError(
                     f"the model has a loss term that is not weighted by tokens ({name}): it would "
                     "depend on the packing; leave the term out of the model"

@@ -29,7 +29,9 @@ def inject_mtp_inputs(run: Session, chunk: nn.Module) -> None:
     from megatron.core.utils import unwrap_model
 
     model = unwrap_model(chunk)
-    if not run.args.mtp_num_layers or model in _hooked or not getattr(model, "post_process", True):
+    if not run.options.mtp_num_layers or model in _hooked:
+        return
+    if not getattr(model, "post_process", True):
         return
     needed = {"labels", "loss_mask", "output_processor"}
     if missing := sorted(needed - inspect.signature(model.forward).parameters.keys()):

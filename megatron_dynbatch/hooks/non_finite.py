@@ -32,7 +32,6 @@ def naming_non_finite(run: Session) -> Iterator[None]:
         NonFiniteLossError: The loss of this rank is not finite, and Megatron's check of it raised
             or would raise; it is told to the other ranks.
     """
-    stops = run.args.check_for_nan_in_loss_and_grad and run.args.rerun_mode == "disabled"
     run.loss_sums.clear()
     try:
         yield
@@ -43,7 +42,7 @@ def naming_non_finite(run: Session) -> Iterator[None]:
         raise _told(run, found) from error
     else:
         found = non_finite(run)
-        if found is not None and stops:
+        if found is not None and run.options.stops_at_non_finite:
             raise _told(run, found)
         if found is not None:
             progress(found)

@@ -21,7 +21,7 @@ def inject_padding_mask(run: Session, chunk: nn.Module) -> None:
     from megatron.core.utils import unwrap_model
 
     model = unwrap_model(chunk)
-    if run.args.num_experts and model not in _hooked:
+    if run.options.num_experts and model not in _hooked:
         model.register_forward_pre_hook(_add_padding_mask, with_kwargs=True)
         _hooked.add(model)
 

@@ -8,12 +8,12 @@ complete its samples, by a forward-only pass for example.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_dynbatch.errors import OptionError
+from megatron_dynbatch.hooks.options import TrainingOptions
 from megatron_dynbatch.rollouts import Sample
 from megatron_dynbatch.steps import Cursor, LoadedBatch
 
@@ -47,25 +47,25 @@ def on_batch_opened(function: OnBatchOpened | None) -> OnBatchOpened | None:
     return function
 
 
-def batch_needed(model: list[Any], args: argparse.Namespace) -> Callable[[Cursor], None] | None:
+def batch_needed(model: list[Any], options: TrainingOptions) -> Callable[[Cursor], None] | None:
     """The registered function (or the one named by --on-batch-needed) bound to this model."""
-    function = _registered or _named("--on-batch-needed", args.on_batch_needed)
-    return None if function is None else _bound(function, model, args)
+    function = _registered or _named("--on-batch-needed", options.on_batch_needed)
+    return None if function is None else _bound(function, model, options)
 
 
 def batch_opened(
-    model: list[Any], args: argparse.Namespace
+    model: list[Any], options: TrainingOptions
 ) -> Callable[[LoadedBatch], Mapping[int, Sample]] | None:
     """The registered function (or the one named by --on-batch-opened) bound to this model."""
-    function = _registered_opened or _named("--on-batch-opened", args.on_batch_opened)
-    return None if function is None else _bound(function, model, args)
+    function = _registered_opened or _named("--on-batch-opened", options.on_batch_opened)
+    return None if function is None else _bound(function, model, options)
 
 
 def _bound[T, R](
-    function: Callable[[T, list[Any]], R], model: list[Any], args: argparse.Namespace
+    function: Callable[[T, list[Any]], R], model: list[Any], options: TrainingOptions
 ) -> Callable[[T], R]:
     def call(argument: T) -> R:
-        if args.use_distributed_optimizer and args.overlap_param_gather:
+        if options.gathers_late:
             for chunk in model:
                 chunk.start_param_sync(force_sync=True)
         return function(argument, model)

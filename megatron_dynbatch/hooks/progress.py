@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 
+from megatron_dynbatch.hooks.options import TrainingOptions
 from megatron_dynbatch.report.progress import ProgressLine
 from megatron_dynbatch.steps import Step
 from megatron_dynbatch.wording import counted
@@ -46,11 +46,9 @@ class StepProgress:
         self._line.clear()
 
 
-def progress_from_args(args: argparse.Namespace) -> StepProgress | None:
-    """What the flags ask for on this rank; None where nothing is shown."""
-    if args.step_progress == "off" or os.environ.get("RANK", "0") != "0":
+def step_progress(options: TrainingOptions) -> StepProgress | None:
+    """What the options ask for on this rank; None where nothing is shown."""
+    if options.step_progress == "off" or os.environ.get("RANK", "0") != "0":
         return None
-    bars = {"auto": None, "bar": True, "plain": False}[args.step_progress]
-    return StepProgress(
-        ProgressLine(bars=bars), args.virtual_pipeline_model_parallel_size or 1
-    )
+    bars = {"auto": None, "bar": True, "plain": False}[options.step_progress]
+    return StepProgress(ProgressLine(bars=bars), options.layout.vpp)

@@ -7,6 +7,7 @@ Numbers of matches are those of megatron-core 0.14 (fewer consumed-sample sites)
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable
 
 from megatron_dynbatch.hooks.arguments import adding_arguments
@@ -28,8 +29,8 @@ from megatron_dynbatch.hooks.routers import (
     tracking_mtp,
     weighting_z_loss,
 )
-from megatron_dynbatch.hooks.seams import Seam
-from megatron_dynbatch.hooks.sites import Site
+from megatron_dynbatch.hooks.seams import Seam, seams_out_of_place
+from megatron_dynbatch.hooks.sites import Site, SiteError, sites_out_of_place
 from megatron_dynbatch.hooks.step_boundary import (
     advance_lr,
     change_count,
@@ -37,10 +38,7 @@ from megatron_dynbatch.hooks.step_boundary import (
     log_step,
     open_step,
 )
-from megatron_dynbatch.hooks.version import AUX_LOSSES_SINCE
-
-# Versions that the test suite runs.
-TESTED_VERSIONS = ("0.17.1", "0.18.2", "0.19.2")
+from megatron_dynbatch.hooks.version import AUX_LOSSES_SINCE, core_version
 
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
@@ -97,12 +95,28 @@ SITES = (
 )
 
 
+def check_in_place() -> None:
+    """Make sure, when a run begins, that everything that was hooked still is.
+
+    Raises:
+        SiteError: Names what was replaced or loaded again after `install`.
+    """
+    lines = sites_out_of_place(SITES) + seams_out_of_place(present_seams())
+    if lines:
+        raise SiteError(
+            "hooks were lost after megatron_dynbatch.install():\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\ncall install() after everything that reloads or replaces parts of Megatron, or "
+            "let the other plugin wrap what it finds"
+        )
+
+
 SEAMS = (
     Seam("megatron.training.arguments", "add_megatron_arguments", adding_arguments,
          why="flags must be known to every script, also to one without an extra-arguments provider",
          until="Megatron finds arguments of installed plugins"),
     Seam("megatron.core.num_microbatches_calculator", "_build_num_microbatches_calculator",
-         building_calculator,
+         functools.partial(building_calculator, check=check_in_place),
          why="its calculators go by consumed samples, ours by the open step",
          until=f"a calculator can be handed in (schedules: {_LM}/pull/4411)"),
     Seam(_TRAINING, "build_train_valid_test_data_iterators", building_iterators,
@@ -143,3 +157,8 @@ SEAMS = (
          why="log lines would show a mean over micro-batches of unequal size",
          until="MTP's loss takes a weight per micro-batch", since=AUX_LOSSES_SINCE),
 )
+
+
+def present_seams() -> tuple[Seam, ...]:
+    """The seams that the installed version of megatron-core has."""
+    return tuple(seam for seam in SEAMS if core_version() >= seam.since)

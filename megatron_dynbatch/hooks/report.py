@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from megatron_dynbatch import quiet
-from megatron_dynbatch.hooks.horizon import UNBOUNDED
 from megatron_dynbatch.hooks.session import Session
 from megatron_dynbatch.output import progress
 from megatron_dynbatch.plan.summary import StepSummary, summarize
@@ -47,12 +46,12 @@ def report_step(run: Session, step: Step, frame: Mapping[str, Any]) -> None:
         frame: Locals of Megatron's `training_log`.
     """
     # Megatron's writers live on the last rank, which also holds the reduced loss.
-    wanted = run.args.step_report or quiet.is_on() or _writes_now(run, frame)
+    wanted = run.options.step_report or quiet.is_on() or _writes_now(run, frame)
     if wanted and _is_last_rank():
         report = step_report(run, step, frame)
-        if run.args.step_report:
+        if run.options.step_report:
             if run.writer is None:
-                run.writer = StepReportWriter(run.args.step_report)
+                run.writer = StepReportWriter(run.options.step_report)
                 write_identity(run.writer.path, run.args, run.layout.to_dict())
             run.writer.write(report)
         if quiet.is_on():
@@ -94,16 +93,13 @@ def _is_last_rank() -> bool:
 
 
 def _line(run: Session, report: StepReport) -> str:
-    args = run.args
-    if not args.train_samples:
-        return step_line(report, num_steps=args.train_iters)
-    is_known = args.train_samples != UNBOUNDED
-    return step_line(report, num_rollouts=args.train_samples if is_known else None)
+    options = run.options
+    return step_line(report, num_steps=options.train_iters, num_rollouts=options.train_samples)
 
 
 def _writes_now(run: Session, frame: Mapping[str, Any]) -> bool:
     # Megatron writes to W&B only where it has a TensorBoard writer, and only at this interval.
-    interval = getattr(run.args, "tensorboard_log_interval", 1)
+    interval = run.options.tensorboard_log_interval
     return bool(frame.get("writer")) and frame["iteration"] % interval == 0
 
 
@@ -125,7 +121,7 @@ def write_scalars(report: StepReport, writer: Any, wandb_writer: Any) -> None:
 def step_report(run: Session, step: Step, frame: Mapping[str, Any]) -> StepReport:
     """The report of a finished step from the arguments of `training_log`."""
     plan = step.step_plan
-    capacity = run.options.capacity(run.layout)
+    capacity = run.options.plan.capacity(run.layout)
     assert capacity is not None, "training always has a token cap"
     grad_norm, learning_rate = frame["grad_norm"], frame["learning_rate"]
     summary = _summary(run, step)
@@ -140,7 +136,7 @@ def step_report(run: Session, step: Step, frame: Mapping[str, Any]) -> StepRepor
         num_tokens=step.num_tokens,
         num_trained_tokens=plan.num_trained_tokens,
         fill=step.num_tokens / (capacity * plan.num_microbatches * run.layout.dp),
-        consumed_rollouts=run.args.consumed_train_samples,
+        consumed_rollouts=run.live_args.consumed_rollouts,
         learning_rate=None if learning_rate is None else float(learning_rate),
         grad_norm=None if grad_norm is None else float(grad_norm),
         loss_scale=float(frame["loss_scale"]),

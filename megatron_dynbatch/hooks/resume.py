@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_dynbatch.errors import ResumeError
+from megatron_dynbatch.hooks.options import TrainingOptions
 from megatron_dynbatch.hooks.tracker import completed_iteration
 from megatron_dynbatch.rollouts import RolloutSource
 from megatron_dynbatch.steps import Cursor, StepFeed
@@ -19,7 +19,7 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _MOST_LISTED = 8
 
 
-def check_batches(feed: StepFeed, args: argparse.Namespace) -> None:
+def check_batches(feed: StepFeed, options: TrainingOptions) -> None:
     """Return if no batch that training needs was deleted; every rank must call it.
 
     Raises:
@@ -29,7 +29,7 @@ def check_batches(feed: StepFeed, args: argparse.Namespace) -> None:
 
     def problem() -> str | None:
         missing = missing_batches(feed.source, feed.cursor)
-        return _problem(feed, args, missing) if missing else None
+        return _problem(feed, options, missing) if missing else None
 
     # The checkpoints are read only on the way to the error.
     patience = feed.config.batch_timeout + feed.exchange.timeout
@@ -38,19 +38,19 @@ def check_batches(feed: StepFeed, args: argparse.Namespace) -> None:
         raise ResumeError(found)
 
 
-def _problem(feed: StepFeed, args: argparse.Namespace, missing: list[int]) -> str:
+def _problem(feed: StepFeed, options: TrainingOptions, missing: list[int]) -> str:
     shown = ", ".join(map(str, missing[:_MOST_LISTED]))
     if len(missing) > _MOST_LISTED:
         shown += f" and {len(missing) - _MOST_LISTED} more up to {missing[-1]}"
     were = "batch {} was" if len(missing) == 1 else "batches {} were"
     return (
         f"training would go on at rollout batch {feed.cursor.batch_id} of {feed.source}, but "
-        f"{were.format(shown)} deleted (--keep-batches); {_advice(feed.source, args)}"
+        f"{were.format(shown)} deleted (--keep-batches); {_advice(feed.source, options)}"
     )
 
 
-def _advice(source: RolloutSource, args: argparse.Namespace) -> str:
-    folders = [Path(path) for path in dict.fromkeys((args.load, args.save)) if path]
+def _advice(source: RolloutSource, options: TrainingOptions) -> str:
+    folders = [path for path in dict.fromkeys((options.load, options.save)) if path is not None]
     usable = [
         (iteration, folder)
         for folder in folders

@@ -11,25 +11,20 @@ import argparse
 import itertools
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_dynbatch.hooks.arguments import (
-    facts_from_args,
-    layout_from_args,
-    options_from_args,
-    source_from_args,
-    staleness_from_args,
-)
 from megatron_dynbatch.hooks.horizon import HorizonWarning
-from megatron_dynbatch.hooks.progress import progress_from_args
+from megatron_dynbatch.hooks.live_args import LiveArgs
+from megatron_dynbatch.hooks.options import TrainingOptions, facts_from_args
+from megatron_dynbatch.hooks.progress import step_progress
 from megatron_dynbatch.hooks.rendezvous import install_rendezvous, uninstall_rendezvous
 from megatron_dynbatch.hooks.resume import check_batches
 from megatron_dynbatch.hooks.tracker import completed_iteration
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.report import StepReportWriter
+from megatron_dynbatch.rollouts import open_transport
 from megatron_dynbatch.steps import Cursor, Exchange, FeedConfig, Step, StepFeed
 from megatron_dynbatch.steps.ledger import Ledger
 
@@ -41,12 +36,18 @@ class Session:
 
     Args:
         args: Megatron's validated arguments, with the plugin's flag on.
+
+    Attributes:
+        options: What they ask for.
+        live_args: What changes among them.
+        layout: That of the options.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.layout = layout_from_args(args)
-        self.options = options_from_args(args)
+        self.options = TrainingOptions.from_args(args)
+        self.live_args = LiveArgs(args)
+        self.layout = self.options.layout
         self.number = next(_numbers)
         self.step: Step | None = None
         self.current: MicroBatch | None = None
@@ -61,7 +62,7 @@ class Session:
         self.loss_sums: list[tuple[MicroBatch, torch.Tensor]] = []
         self.grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.writer: StepReportWriter | None = None
-        self._progress = progress_from_args(args)
+        self._progress = step_progress(self.options)
         self._feed: StepFeed | None = None
         self._restored: Cursor | None = None
         self._cursors: dict[int, Cursor] = {}
@@ -69,15 +70,10 @@ class Session:
         self._is_checked = False
 
     @cached_property
-    def has_aux_losses(self) -> bool:
-        """Whether the model has auxiliary losses at all."""
-        return bool(self.args.num_experts or self.args.mtp_num_layers)
-
-    @cached_property
     def horizon(self) -> HorizonWarning | None:
         """On rank 0: looks whether the LR schedule is as long as the training."""
         feed = self.feed
-        return HorizonWarning(self.args, feed.source) if feed.exchange.rank == 0 else None
+        return HorizonWarning(self.options, feed.source) if feed.exchange.rank == 0 else None
 
     @property
     def feed(self) -> StepFeed:
@@ -92,33 +88,33 @@ class Session:
         from megatron.core import mpu
         from megatron.training import get_tokenizer
 
-        args = self.args
+        options = self.options
         stage, num_stages = (
             mpu.get_pipeline_model_parallel_rank(),
             mpu.get_pipeline_model_parallel_world_size(),
         )
         return StepFeed(
-            source_from_args(args, vocab_size=get_tokenizer().vocab_size),
-            self.layout,
-            self.options,
+            open_transport(options.rollout_path, vocab_size=get_tokenizer().vocab_size),
+            options.layout,
+            options.plan,
             FeedConfig(
                 dp_rank=mpu.get_data_parallel_rank(),
                 cp_rank=mpu.get_context_parallel_rank(),
-                batch_timeout=args.batch_timeout,
+                batch_timeout=options.batch_timeout,
                 # Where tensors for the GPU are; on the CPU runner that is the CPU.
                 device=torch.empty(0, device=torch.cuda.current_device()).device,
                 # The loss, which reads advantages and log-probs, is on the last stage.
                 fields=None if stage == num_stages - 1 else (),
-                lengths_only=0 < stage < num_stages - 1 and not args.mtp_num_layers,
-                staleness=staleness_from_args(args),
-                wait_for_path=args.wait_for_path,
-                max_empty_batches=args.max_empty_batches,
-                keep_batches=args.keep_batches,
-                job_facts=facts_from_args(args),
-                rollouts_moved=args.rollouts_moved,
+                lengths_only=0 < stage < num_stages - 1 and not options.mtp_num_layers,
+                staleness=options.staleness,
+                wait_for_path=options.wait_for_path,
+                max_empty_batches=options.max_empty_batches,
+                keep_batches=options.keep_batches,
+                job_facts=facts_from_args(self.args),
+                rollouts_moved=options.rollouts_moved,
             ),
-            exchange=Exchange.of_job(timeout=args.agreement_timeout, name="training"),
-            ledger=Ledger(args.rollout_ledger) if args.rollout_ledger else None,
+            exchange=Exchange.of_job(timeout=options.agreement_timeout, name="training"),
+            ledger=Ledger(options.rollout_ledger) if options.rollout_ledger else None,
         )
 
     def at_step_boundary(self, iteration: int) -> None:
@@ -131,12 +127,13 @@ class Session:
             ResumeError: At the first one, on every rank: batches that training needs were deleted.
         """
         if not self._is_checked:
-            check_batches(self.feed, self.args)
+            check_batches(self.feed, self.options)
             self._is_checked = True
-        if self.args.keep_batches is None or not self.args.save or self.feed.exchange.rank:
+        folder = self.options.save
+        if self.options.keep_batches is None or folder is None or self.feed.exchange.rank:
             return
         self._cursors[iteration] = self.feed.cursor
-        completed = completed_iteration(Path(self.args.save))
+        completed = completed_iteration(folder)
         if self._completed_before is None:
             self._completed_before = completed
         # What stood there before may be of a run that came to this iteration by other batches.

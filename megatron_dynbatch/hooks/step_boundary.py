@@ -7,14 +7,13 @@ expression's own value and the locals of the function that it stands in. Between
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_dynbatch.hooks.balance import keep_balance
 from megatron_dynbatch.hooks.policy import batch_needed, batch_opened
 from megatron_dynbatch.hooks.report import report_step
-from megatron_dynbatch.hooks.session import session
+from megatron_dynbatch.hooks.session import Session, session
 
 
 def open_step(stock: bool, frame: Mapping[str, Any]) -> bool:
@@ -28,26 +27,25 @@ def open_step(stock: bool, frame: Mapping[str, Any]) -> bool:
     if run is None:
         return stock
     run.step = None
-    args = run.args
-    by_samples = bool(args.train_samples)
-    if not (stock or by_samples) or _all_consumed(args):
+    options = run.options
+    if not (stock or options.counts_rollouts) or _all_consumed(run):
         return False
     feed = run.feed
-    if feed.cursor.consumed_rollouts != args.consumed_train_samples:
+    if feed.cursor.consumed_rollouts != run.live_args.consumed_rollouts:
         raise RuntimeError(
-            f"not on a step boundary: Megatron counts {args.consumed_train_samples} consumed "
+            f"not on a step boundary: Megatron counts {run.live_args.consumed_rollouts} consumed "
             f"rollouts, the cursor {feed.cursor.consumed_rollouts}"
         )
     run.at_step_boundary(frame["iteration"])
     if run.horizon is not None:
         run.horizon.at_boundary(frame["iteration"], feed.cursor)
-    feed.on_batch_needed = batch_needed(frame["model"], args)
-    feed.on_batch_opened = batch_opened(frame["model"], args)
+    feed.on_batch_needed = batch_needed(frame["model"], options)
+    feed.on_batch_opened = batch_opened(frame["model"], options)
     step = feed.open_step()
     # Empty steps that were passed over count as consumed.
-    args.consumed_train_samples = feed.cursor.consumed_rollouts
-    args.dynbatch_cursor = feed.cursor.to_dict()
-    if step is None or _all_consumed(args):
+    run.live_args.consumed_rollouts = feed.cursor.consumed_rollouts
+    run.live_args.keep_cursor(feed.cursor.to_dict())
+    if step is None or _all_consumed(run):
         if run.horizon is not None:
             run.horizon.at_end(feed.cursor)
         return False
@@ -55,8 +53,9 @@ def open_step(stock: bool, frame: Mapping[str, Any]) -> bool:
     return True
 
 
-def _all_consumed(args: argparse.Namespace) -> bool:
-    return bool(args.train_samples) and args.consumed_train_samples >= args.train_samples
+def _all_consumed(run: Session) -> bool:
+    limit = run.options.train_samples
+    return limit is not None and run.live_args.consumed_rollouts >= limit
 
 
 def change_count(stock: bool, frame: Mapping[str, Any]) -> bool:
@@ -89,7 +88,7 @@ def finish_step(stock: int, frame: Mapping[str, Any]) -> int:
     if run is None or run.step is None:
         return stock
     size = run.feed.finish_step()
-    run.args.dynbatch_cursor = run.feed.cursor.to_dict()
+    run.live_args.keep_cursor(run.feed.cursor.to_dict())
     return size
 
 

@@ -24,8 +24,6 @@ _ATTENTION, _WINDOW, _SOFTMAX = "attention", "attention window", "softmax"
 _POSITIONS, _LAYERS, _TERMS, _BALANCE = "positions", "layers", "loss terms", "load balancing"
 _LAYOUT, _REDUCTION, _WIDTH, _STEP = "layout", "reduction", "width", "step"
 _OPTIMIZER, _CHANCE, _SCRIPT = "optimizer", "chance", "script"
-# Of these kinds a training has one at most.
-EXCLUSIVE = frozenset({_ATTENTION, _SOFTMAX, _POSITIONS, _BALANCE, _REDUCTION, _WIDTH, _OPTIMIZER})
 
 
 def _has_data_parallel_ranks(args: argparse.Namespace) -> bool:

@@ -1,12 +1,11 @@
 """Policy-gradient losses of reinforcement learning from rollouts.
 
 The step's loss is Σ w·(ρ̂·o·x + β·kl − η·entropy) / B: x the policy term of each token
-(`surrogates.py`), ρ̂ an importance weight and o the off-policy mask (`importance.py`), kl an
-estimator of `kl.py`. A term of coefficient 0 is reported but is no part of the graph.
+(`formulas.py`, `surrogates.py`), ρ̂ an importance weight, o the off-policy mask (`importance.py`),
+kl an estimator. A term of coefficient 0 is reported but is no part of the graph.
 
 What decides nothing per sequence runs as one fused operator of the same formulas
-(`reduce.policy_loss_sums`); `surrogates.policy_terms` is their definition for autograd, and the
-path of the others.
+(`reduce.policy_loss_sums`), the rest term by term under autograd.
 """
 
 from dataclasses import dataclass
@@ -16,14 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dynbatch.formulas import (
+    ImportanceMode,
+    KlEstimator,
+    exp_clamped,
+    importance_weights,
+    kl_to_reference,
+)
 from megatron_dynbatch.layout import MicroBatch
 from megatron_dynbatch.logprob import EntropyMode
-from megatron_dynbatch.losses.importance import (
-    ImportanceMode,
-    importance_weights,
-    off_policy_mask,
-)
-from megatron_dynbatch.losses.kl import MAX_LOG_RATIO, KlEstimator, kl_to_reference
+from megatron_dynbatch.losses.importance import off_policy_mask
 from megatron_dynbatch.losses.on_policy import OldLogProbs
 from megatron_dynbatch.losses.sequence import sequence_means
 from megatron_dynbatch.losses.sft import token_log_probs
@@ -42,7 +43,7 @@ class PolicyOptions:
     """What `policy` computes. Which metrics it reports depends on these alone, never on the data.
 
     Attributes:
-        surrogate: Formula of the policy term, see `surrogates.py`.
+        surrogate: Formula of the policy term, see `formulas.py` and `surrogates.py`.
         clip_low: ε_low ≥ 0.
         clip_high: ε_high ≥ 0.
         dual_clip: c > 1, for `clip` and `gspo`; None: no dual clip.
@@ -194,7 +195,7 @@ def _ratio_extremes(
     chosen: PolicyOptions, log_probs: Tensor, microbatch: MicroBatch
 ) -> dict[str, Metric]:
     raw = (log_probs - _old_log_probs(chosen, log_probs, microbatch)).detach()
-    ratio = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = exp_clamped(raw)
     mask = microbatch.token_weights
     return {"ratio_min": Metric.least(ratio, mask), "ratio_max": Metric.largest(ratio, mask)}
 
@@ -289,7 +290,7 @@ def _policy_term(
             old, rollout, chosen.importance, chosen.importance_bounds
         )
         loss = loss * weight
-        metrics |= {"importance_weight": weight, "importance_fraction": bounded}
+        metrics |= {"importance_weight": weight, "importance_fraction": bounded.to(weight.dtype)}
     if chosen.off_policy_threshold is not None:
         masked = off_policy_mask(means["distance"], advantages, chosen.off_policy_threshold)
         loss = torch.where(masked != 0, 0.0, loss)

@@ -1,20 +1,16 @@
-"""The policy term of each token: the formulas, for autograd, and what they report.
+"""The policy term of each token, for autograd, and what it reports.
 
-Per trained token with log-ratio δ = logp − old_logp clamped to ±20, r = exp δ, advantage A, δ̄ the
-mean of δ over the trained tokens of the token's sample, sg(·) a value without gradient:
+`clip`, `cispo` and `reinforce` are those of `formulas.py`. Two more need the token's whole sample.
+With log-ratio δ = logp − old_logp clamped to ±20, r = exp δ, advantage A, δ̄ the mean of δ over the
+trained tokens of the token's sample, sg(·) a value without gradient:
 
-    clip       x = max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high))     PPO, arXiv:1707.06347 eq. 7
-               x = min(x, −c·A)  where A < 0, with a dual clip  arXiv:1912.09729 eq. 5
-    cispo      x = −sg(clip(r, 1−ε_low, 1+ε_high))·A·logp       arXiv:2506.13585 eq. 4
     gspo       `clip` with s = exp(sg(δ̄) + δ − sg(δ)) for r     arXiv:2507.18071 eq. 7 and 14
     gmpo       x = −A·exp(sg(δ̄') + δ' − sg(δ'))                 arXiv:2507.20673
                δ' = min(δ, ε_high) where A > 0, max(δ, −ε_low) where A < 0
-    reinforce  x = −A·logp                                      Williams, Mach. Learn. 8, 1992
 
-Unequal bounds are DAPO's clip-higher (arXiv:2503.14476 eq. 8). For one advantage per sample the
-gradients of `gspo` and `gmpo` are those of their papers' sequence ratios, without any rank holding
-a whole sequence: δ̄ is a constant of the token, and its own δ carries the gradient.
-exp sees ±20 at most, everywhere.
+For one advantage per sample the gradients of both are those of their papers' sequence ratios,
+without any rank holding a whole sequence: δ̄ is a constant of the token, and its own δ carries the
+gradient. exp sees ±20 at most, everywhere.
 """
 
 from dataclasses import dataclass
@@ -23,7 +19,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_dynbatch.losses.kl import MAX_LOG_RATIO
+from megatron_dynbatch.formulas import (
+    MAX_LOG_RATIO,
+    approx_kl,
+    cispo_factor,
+    clamp_log_ratio,
+    clip_term,
+    exp_clamped,
+    reinforce_factor,
+)
 
 Surrogate = Literal["clip", "cispo", "gspo", "gmpo", "reinforce"]
 SEQUENCE_SURROGATES = ("gspo", "gmpo")
@@ -61,7 +65,7 @@ def policy_terms(
     dual_clip: float | None = None,
     mean_log_ratio: Tensor | None = None,
 ) -> PolicyTerms:
-    """The policy term of each token; all tensors [T]. See the module's formulas.
+    """The policy term of each token; all tensors [T]. See `formulas` and the module's own.
 
     Args:
         log_probs: logp, with gradient.
@@ -74,54 +78,35 @@ def policy_terms(
         mean_log_ratio: δ̄ (`gspo`) or δ̄' (`gmpo`) at each token, without gradient.
     """
     raw = log_probs - old_log_probs
-    token = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # log_ratio − sg(log_ratio) is 0 with the gradient of the token's own log-ratio.
-    log_ratio, clipped = token, torch.zeros_like(raw, requires_grad=False)
+    log_ratio = clamp_log_ratio(raw)
+    nowhere = torch.zeros_like(raw, dtype=torch.bool)
+    clipped, dual_clipped = nowhere, nowhere
     if surrogate in SEQUENCE_SURROGATES:
         assert mean_log_ratio is not None, "sequence surrogates need the mean of each sample"
         own = raw
         if surrogate == "gmpo":
             own = bounded_log_ratio(raw, advantages, clip_low, clip_high)
-            clipped = (own != raw).to(raw.dtype)
+            clipped = own != raw
         log_ratio = _sequence_log_ratio(own, mean_log_ratio.to(raw.dtype))
     ratio = log_ratio.exp()
-    dual_clipped = torch.zeros_like(clipped)
     if surrogate in ("clip", "gspo"):
-        loss, clipped, dual_clipped = _clipped_surrogate(
-            ratio, advantages, clip_low, clip_high, dual_clip
-        )
+        loss, clipped, dual_clipped = clip_term(ratio, advantages, clip_low, clip_high, dual_clip)
     elif surrogate == "cispo":
-        weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
-        clipped = (weight != ratio.detach()).to(raw.dtype)
-        loss = -weight * advantages * log_probs
+        factor, clipped = cispo_factor(ratio, advantages, clip_low, clip_high)
+        loss = factor * log_probs
     elif surrogate == "gmpo":
         loss = -advantages * ratio
     else:
-        loss = -advantages * log_probs
-    delta = token.detach()
+        loss = reinforce_factor(advantages) * log_probs
+    token = raw.detach()
     return PolicyTerms(
         loss=loss,
         ratio=ratio.detach(),
-        approx_kl=delta.exp() - 1.0 - delta,
-        clipped=clipped,
-        dual_clipped=dual_clipped,
-        ratio_clamped=(raw.detach().abs() > MAX_LOG_RATIO).to(raw.dtype),
+        approx_kl=approx_kl(token, exp_clamped(token)),
+        clipped=clipped.to(raw.dtype),
+        dual_clipped=dual_clipped.to(raw.dtype),
+        ratio_clamped=(token.abs() > MAX_LOG_RATIO).to(raw.dtype),
     )
-
-
-def _clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x of `clip`, and 1 where the clip and where the dual clip decided."""
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
-    loss = torch.maximum(plain, bounded)
-    clipped = (bounded > plain).to(loss.dtype)
-    if dual_clip is None:
-        return loss, clipped, torch.zeros_like(clipped)
-    bound = -dual_clip * advantages
-    over = (advantages < 0) & (loss > bound)
-    return torch.where(over, bound, loss), clipped, over.to(loss.dtype)
 
 
 def bounded_log_ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
@@ -133,7 +118,7 @@ def bounded_log_ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: f
 
 def _sequence_log_ratio(own: Tensor, mean: Tensor) -> Tensor:
     """sg(mean) + own − sg(own): the value of the mean, the gradient of the token's own."""
-    clamped = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    clamped = clamp_log_ratio(mean)
     # A clamped ratio has no gradient, and neither has an infinite log-ratio (inf − inf is NaN).
     flows = (clamped == mean) & own.isfinite()
     finite = torch.where(flows, own, 0.0)

@@ -1,36 +1,32 @@
-"""The definition of the fused policy loss: formulas, sources, and the gradient in closed form.
+"""The definition of the fused policy loss: terms of `formulas`, and the gradient in closed form.
 
-Per token, with natural log-probabilities `logp` (now), `old` (before the update), `ref` (reference
-policy), `rollout` (as the sampler reported them), advantage A, entropy H; sg(·) passes no gradient.
-Every log-ratio is clamped to ±20 before exp, and passes no gradient where the clamp acts:
+With its symbols, entropy H, and pg the term of the surrogate:
 
-    r  = exp(clamp(logp − old))
-    pg = max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high))   "clip": PPO, arXiv:1707.06347 eq. 7; unequal
-                                                     bounds: DAPO's clip-higher, arXiv:2503.14476
-    pg = min(pg, −c·A)   where A < 0                 dual clip, arXiv:1912.09729
-    pg = −sg(clip(r, 1−ε_low, 1+ε_high))·A·logp      "cispo": MiniMax-M1, arXiv:2506.13585
-    pg = −A·logp                                     "reinforce": Williams, Mach. Learn. 8, 1992
-
-    ρ = exp(clamp(old − rollout)), pg ← ω·pg with
-    ω = min(ρ, high)                                 "truncate": truncated importance sampling,
-                                                     E. Ionides, J. Comp. Graph. Stat. 17(2), 2008
-    ω = ρ if low ≤ ρ ≤ high else 0                   "mask": IcePop, arXiv:2510.18855
-
-    Δ = ref − logp; kl = −Δ ("k1"), Δ²/2 ("k2"), exp(clamp(Δ)) − Δ − 1 ("k3"), k3 within ±10
-    ("low_var")                                      Schulman, joschu.net/blog/kl-approx.html
-
-    x = pg + β·kl − η·H
+    x = ω·pg + β·kl − η·H
 
 β = 0 and η = 0 leave their term out of x and of the gradient; it is reported all the same. ω = 0
 changes no denominator: such a token stays in d.
 """
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
+from megatron_dynbatch.formulas import (
+    LOW_VAR_BOUND,
+    MAX_LOG_RATIO,
+    ImportanceMode,
+    KlEstimator,
+    approx_kl,
+    cispo_factor,
+    clip_term,
+    exp_clamped,
+    importance_weights,
+    kl_to_reference,
+    reinforce_factor,
+)
 
 METRICS = (
     "loss",
@@ -49,14 +45,13 @@ METRICS = (
 estimate of KL(old ‖ now); r; log-ratio outside ±20; kl; H; ω; a bound decides ω."""
 
 SURROGATES = ("clip", "cispo", "reinforce")
-KL_ESTIMATORS = (None, "k1", "k2", "k3", "low_var")
-IMPORTANCE_MODES = (None, "truncate", "mask")
-LOW_VAR_BOUND = 10.0
+KL_ESTIMATORS: tuple[KlEstimator | None, ...] = (None, *get_args(KlEstimator))
+IMPORTANCE_MODES: tuple[ImportanceMode | None, ...] = (None, *get_args(ImportanceMode))
 
 
 @dataclass(frozen=True)
 class PolicyFormula:
-    """What the fused policy loss is made of; symbols as in the module's docstring.
+    """What the fused policy loss is made of; symbols of `formulas`.
 
     Attributes:
         surrogate: One of `SURROGATES`.
@@ -121,11 +116,6 @@ class PolicyFormula:
         )
 
 
-def exp_clamped(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to ±20."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
 def policy_terms(
     logp: Tensor,
     old: Tensor,
@@ -158,32 +148,29 @@ def policy_terms(
     logp, old, advantage = kept(logp), kept(old), kept(advantages)
     raw = logp - old
     ratio, inside = exp_clamped(raw), raw.abs() <= MAX_LOG_RATIO
-    bounds = (1.0 - clip_low, 1.0 + clip_high)
+    clip = (clip_low, clip_high, dual_clip or None)
     pg, slope, clipped, dual_clipped = _surrogate(
-        SURROGATES[surrogate], logp, ratio, inside, advantage, bounds, dual_clip
+        SURROGATES[surrogate], logp, ratio, inside, advantage, *clip
     )
     zero = torch.zeros_like(logp)
     omega, bounded = torch.ones_like(logp), torch.zeros_like(keep)
-    if importance and rollout is not None:
-        rho = exp_clamped(old - kept(rollout))
-        if IMPORTANCE_MODES[importance] == "mask":
-            bounded = (rho < low) | (rho > high)
-            omega = torch.where(bounded, zero, rho)
-        else:
-            omega, bounded = rho.clamp(max=high), rho > high
+    mode, estimator = IMPORTANCE_MODES[importance], KL_ESTIMATORS[kl]
+    if mode is not None and rollout is not None:
+        omega, bounded = importance_weights(old, kept(rollout), mode, (low, high))
         pg, slope = omega * pg, omega * slope
 
     loss, token_kl, token_entropy = pg, zero, zero
-    if kl and ref is not None:
-        token_kl, kl_slope = _kl(kept(ref) - logp, KL_ESTIMATORS[kl])
+    if estimator is not None and ref is not None:
+        token_kl = kl_to_reference(logp, kept(ref), estimator)
         if kl_coef:
+            kl_slope = _kl_slope(logp, kept(ref), estimator)
             loss, slope = loss + kl_coef * token_kl, slope + kl_coef * kl_slope
     if entropy is not None:
         token_entropy = kept(entropy)
         if entropy_coef:
             loss = loss - entropy_coef * token_entropy
-    approx_kl = ratio - 1.0 - raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    rows = [loss, pg, clipped, dual_clipped, approx_kl, ratio, ~inside, token_kl, token_entropy]
+    old_kl = approx_kl(raw, ratio)
+    rows = [loss, pg, clipped, dual_clipped, old_kl, ratio, ~inside, token_kl, token_entropy]
     terms = torch.stack([row.to(torch.float64) for row in (*rows, omega, bounded)])
     return torch.where(keep, terms, 0.0), (slope * w).to(dtype)
 
@@ -194,40 +181,32 @@ def _surrogate(
     ratio: Tensor,
     inside: Tensor,
     advantage: Tensor,
-    bounds: tuple[float, float],
-    dual_clip: float,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """pg and its derivative in logp, where a clip bound decided, where the dual clip did."""
     nowhere = torch.zeros_like(inside)
     if name == "reinforce":
-        return -advantage * logp, -advantage, nowhere, nowhere
-    clipped_ratio = ratio.clamp(*bounds)
+        slope = reinforce_factor(advantage)
+        return slope * logp, slope, nowhere, nowhere
     if name == "cispo":
-        slope = -clipped_ratio * advantage
-        return slope * logp, slope, clipped_ratio != ratio, nowhere
-    plain, bounded = -advantage * ratio, -advantage * clipped_ratio
-    pg, clipped = torch.maximum(plain, bounded), bounded > plain
-    slope = torch.where(inside & ~clipped, plain, 0.0)
-    bound = -dual_clip * advantage
-    dual_clipped = (advantage < 0) & (pg > bound) & (dual_clip > 0)
-    return (
-        torch.where(dual_clipped, bound, pg),
-        torch.where(dual_clipped, 0.0, slope),
-        clipped,
-        dual_clipped,
-    )
+        slope, clipped = cispo_factor(ratio, advantage, clip_low, clip_high)
+        return slope * logp, slope, clipped, nowhere
+    pg, clipped, dual_clipped = clip_term(ratio, advantage, clip_low, clip_high, dual_clip)
+    # Where no bound decides, pg is −A·r, which is its own derivative; elsewhere it is constant.
+    return pg, torch.where(inside & ~clipped & ~dual_clipped, pg, 0.0), clipped, dual_clipped
 
 
-def _kl(delta: Tensor, estimator: str | None) -> tuple[Tensor, Tensor]:
-    """KL of each token and its derivative in logp, from Δ = ref − logp."""
+def _kl_slope(logp: Tensor, ref: Tensor, estimator: KlEstimator) -> Tensor:
+    """Derivative in logp of the KL of each token."""
+    delta = ref - logp
     if estimator == "k1":
-        return -delta, torch.ones_like(delta)
+        return torch.ones_like(delta)
     if estimator == "k2":
-        return 0.5 * delta.square(), -delta
-    growth = exp_clamped(delta)
-    k3 = growth - delta - 1.0
-    slope = 1.0 - torch.where(delta.abs() <= MAX_LOG_RATIO, growth, 0.0)
+        return -delta
+    slope = 1.0 - torch.where(delta.abs() <= MAX_LOG_RATIO, exp_clamped(delta), 0.0)
     if estimator == "low_var":
+        k3 = kl_to_reference(logp, ref, "k3")
         slope = torch.where(k3.abs() <= LOW_VAR_BOUND, slope, 0.0)
-        k3 = k3.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
-    return k3, slope
+    return slope

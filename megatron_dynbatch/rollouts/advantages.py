@@ -246,7 +246,7 @@ def token_rewards(
     Args:
         reward: R of the rollout; give it to its last sample, and 0 to the others.
         loss_mask: [R].
-        kl: [R] KL to the reference of each token (see `losses.kl` for estimators).
+        kl: [R] KL to the reference of each token (see `formulas` for estimators).
         kl_coef: β; with 0 the KL is not looked at.
     """
     trained = np.asarray(loss_mask) != 0

@@ -210,7 +210,6 @@ class RayRollouts:
         self._name = name
         self._vocab_size = vocab_size
         self._timeout = timeout
-        self.bytes_fetched = 0  # of samples, so far
         self._hub: Any = (
             ray.remote(RolloutHub)
             .options(
@@ -283,7 +282,6 @@ class RayRollouts:
 
         samples: dict[int, Sample] = {}
         for part, contents in self._repeat(fetch):
-            self.bytes_fetched += sum(content.nbytes for content in contents)
             blobs = [Blob(f"{self}, batch {batch_id}", content) for content in contents]
             samples |= read_part(blobs, part.positions, part.cells, fields, self._vocab_size)
         return [samples[row] for row in rows]

@@ -13,7 +13,8 @@ from megatron_dynbatch.cli import source_patch
 from megatron_dynbatch.cli.main import main
 from megatron_dynbatch.cli.sites import installed_root
 from megatron_dynbatch.cli.tree import MARK, Tree
-from megatron_dynbatch.hooks.registry import SEAMS, SITES, TESTED_VERSIONS
+from megatron_dynbatch.hooks.registry import SEAMS, SITES
+from megatron_dynbatch.versions import TESTED_PACKAGES
 from tests.pool import ROOT
 
 PATCHES = ROOT / "patches"
@@ -88,7 +89,7 @@ def test_a_folder_without_megatron_is_a_usage_error(
 
 
 def test_every_tested_version_has_a_ready_made_patch() -> None:
-    assert {f"megatron-core-{version}.patch" for version in TESTED_VERSIONS} <= {
+    assert {f"megatron-core-{version}.patch" for version in TESTED_PACKAGES} <= {
         path.name for path in PATCHES.glob("*.patch")
     }
 
@@ -113,7 +114,7 @@ def test_ready_made_patches_cover_the_registry(path: Path) -> None:
     assert all(found[site.name] in site.counts for site in SITES)
 
 
-@pytest.mark.parametrize("version", TESTED_VERSIONS)
+@pytest.mark.parametrize("version", TESTED_PACKAGES)
 def test_ready_made_patches_are_what_the_command_writes(version: str) -> None:
     root = ROOT / ".venv" / f"megatron-core-{version}"
     installed = installed_root()

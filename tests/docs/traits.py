@@ -8,10 +8,14 @@ from collections.abc import Iterator
 
 from megatron_dynbatch.hooks.admission import shown, verdict_of_pair
 from megatron_dynbatch.hooks.trait import Trait
-from megatron_dynbatch.hooks.traits import EXCLUSIVE, TRAITS
+from megatron_dynbatch.hooks.traits import TRAITS
 from tests.pool import ROOT
 
 PAGE = ROOT / "docs" / "compatibility.md"
+# Of these kinds a training has one at most.
+EXCLUSIVE = {
+    "attention", "softmax", "positions", "load balancing", "reduction", "width", "optimizer",
+}  # fmt: skip
 _PLACE = re.compile(r"(<!-- traits: [^\n]* -->\n).*?(<!-- end of traits -->)", re.DOTALL)
 
 

@@ -13,7 +13,7 @@ from megatron_dynbatch.hooks.aux_loss import AuxScales, aux_scales, rolled_mask
 from megatron_dynbatch.plan import ParallelLayout, Plan, PlanOptions, make_plan
 from megatron_dynbatch.rollouts import Sample, SampleIndex
 from megatron_dynbatch.steps import Step
-from tests.hooks.helpers import arguments
+from tests.hooks.helpers import training_options
 
 # Tokens, prompt; more ranks than two of the steps' samples can fill.
 SHAPES = [(17, 3), (5, 1), (9, 0), (12, 11), (3, 2)]
@@ -41,11 +41,11 @@ PREDICTED = sum(map(predicted, SAMPLES))
 
 
 def plan_for(layout: ParallelLayout) -> Plan:
-    options = PlanOptions(max_tokens_per_gpu=24 // layout.cp)
-    return make_plan(SampleIndex.from_samples(SAMPLES), layout, options)
+    given = PlanOptions(max_tokens_per_gpu=24 // layout.cp)
+    return make_plan(SampleIndex.from_samples(SAMPLES), layout, given)
 
 
-def runs(layout: ParallelLayout, **args: Any) -> Iterator[tuple[Any, Step]]:
+def runs(layout: ParallelLayout, **changed: Any) -> Iterator[tuple[Any, Step]]:
     """What the hooks share on every DP and CP rank."""
     plan = plan_for(layout)
     for rank in range(layout.dp * layout.cp):
@@ -53,9 +53,9 @@ def runs(layout: ParallelLayout, **args: Any) -> Iterator[tuple[Any, Step]]:
             plan, 0, 0, dp_rank=rank // layout.cp, cp_rank=rank % layout.cp,
             samples=dict(enumerate(SAMPLES)), width=None, device="cpu",
         )  # fmt: skip
-        given = arguments(num_experts=4, mtp_num_layers=1, **args)
+        given = training_options(num_experts=4, mtp_num_layers=1, **changed)
         run = SimpleNamespace(
-            step=step, layout=layout, args=given, aux_scales={}, mtp_tokens=PREDICTED
+            step=step, layout=layout, options=given, aux_scales={}, mtp_tokens=PREDICTED
         )
         yield run, step
 
@@ -116,8 +116,8 @@ def test_a_rank_that_predicts_nothing_counts_as_one_token() -> None:
             samples=dict(enumerate(samples)), width=None, device="cpu",
         )  # fmt: skip
         run: Any = SimpleNamespace(
-            step=step, layout=plan.layout, args=arguments(mtp_num_layers=1), aux_scales={},
-            mtp_tokens=1,
+            step=step, layout=plan.layout, options=training_options(mtp_num_layers=1),
+            aux_scales={}, mtp_tokens=1,
         )  # fmt: skip
         found.append((tuple(step.step_plan.micro_batches[rank][0]), aux_scales(run, 0).mtp))
     # One of the two has a token to predict, the other must only not divide by zero.
@@ -129,5 +129,5 @@ def test_without_mtp_tokens_or_layers_there_is_no_mtp_factor() -> None:
     run.mtp_tokens = 0
     assert aux_scales(run, 0).mtp == aux_scales(run, 0).mtp_log == 0.0
     ((run, _),) = runs(ParallelLayout())
-    run.args.mtp_num_layers = None
+    run.options = training_options(num_experts=4)
     assert aux_scales(run, 0).mtp == 0.0

@@ -16,6 +16,7 @@ from megatron_dynbatch.plan import ParallelLayout, PlanOptions, make_plan
 from megatron_dynbatch.report import Metric
 from megatron_dynbatch.rollouts import Sample, SampleIndex
 from tests.golden import MASKS, PROMPTS, ROLLOUTS, VALUES
+from tests.hooks.helpers import training_options
 from tests.reliability.catalogue import shown
 
 
@@ -40,7 +41,7 @@ def golden(reduction: str = "rollout") -> tuple[MicroBatch, torch.Tensor]:
 def run(per_token: bool = False) -> Any:
     return SimpleNamespace(
         layout=ParallelLayout(),
-        args=SimpleNamespace(calculate_per_token_loss=per_token),
+        options=training_options(calculate_per_token_loss=per_token),
         loss_sums=[],
     )
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron_dynbatch.errors import OptionError
 from megatron_dynbatch.hooks.mtp_inputs import inject_mtp_inputs, logits_of
+from tests.hooks.helpers import training_options
 from tests.pool import run_ranks
 from tests.reliability.catalogue import shown
 
@@ -22,10 +23,10 @@ class OwnModel(torch.nn.Module):
 
 
 def inject() -> str:
-    run: Any = SimpleNamespace(args=SimpleNamespace(mtp_num_layers=1))
+    run: Any = SimpleNamespace(options=training_options(mtp_num_layers=1))
     with pytest.raises(OptionError) as raised:
         inject_mtp_inputs(run, OwnModel())
-    run.args.mtp_num_layers = None
+    run.options = training_options()
     inject_mtp_inputs(run, OwnModel())
     return str(raised.value)
 

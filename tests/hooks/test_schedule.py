@@ -12,6 +12,7 @@ gradients are sums over samples, whatever the micro-batches:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,7 @@ def samples_of(shapes: Sequence[tuple[int, list[int], int]] = SHAPES) -> list[Sa
 def open_step(run: Session, size: int = len(SHAPES), rank: int = 0) -> Step:
     """The first samples as one step."""
     samples = samples_of()[:size]
-    plan = make_plan(SampleIndex.from_samples(samples), run.layout, run.options)
+    plan = make_plan(SampleIndex.from_samples(samples), run.layout, run.options.plan)
     cp = run.layout.cp
     run.step = Step(
         plan, 0, 0, dp_rank=rank // cp, cp_rank=rank % cp, samples=dict(enumerate(samples)),
@@ -150,9 +151,7 @@ def run_schedule(model: Any, step: Step | None, **more: Any) -> list[Any]:
 def session_for(**changed: Any) -> Session:
     """Its model is admitted, its first batch was looked at."""
     values = {
-        "admit_unproven": ["model-class"], "check_for_nan_in_loss_and_grad": False,
-        "rerun_mode": "disabled", "moe_balance": "micro-batch", "moe_router_topk": 2,
-        "num_layers": 1, "max_tokens_per_gpu": WIDTH,
+        "admit_unproven": ["model-class"], "max_tokens_per_gpu": WIDTH,
     }  # fmt: skip
     run = start_session(arguments(**{**values, **changed}))
     run.has_first_batch = True
@@ -253,7 +252,7 @@ def refusals() -> list[Any]:
         found.append(str(raised.value).split(":")[0])
     run = session_for()
     run_schedule(model, open_step(run))
-    run.args.admit_unproven = None
+    run.options = replace(run.options, admitted=frozenset())
     run_schedule(model, open_step(run))  # it was looked at once
     return found
 

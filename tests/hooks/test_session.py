@@ -13,6 +13,7 @@ from megatron_dynbatch.errors import ResumeError
 from megatron_dynbatch.hooks import step_boundary
 from megatron_dynbatch.hooks.calculator import StepCalculator, building_calculator
 from megatron_dynbatch.hooks.checkpoint import loaded_samples
+from megatron_dynbatch.hooks.registry import check_in_place
 from megatron_dynbatch.hooks.session import Session, current, end_session, session, start_session
 from megatron_dynbatch.hooks.step_boundary import advance_lr, change_count, finish_step
 from megatron_dynbatch.plan import ParallelLayout, PlanOptions, make_plan
@@ -85,7 +86,7 @@ def two_trainings(first: argparse.Namespace, second: argparse.Namespace) -> list
     """What Megatron's calculator is after each, and whether a run is left."""
     from megatron.training import global_vars
 
-    build = building_calculator(lambda *positional: "Megatron's own")
+    build = building_calculator(lambda *positional: "Megatron's own", check_in_place)
     run = start_session(first)
     open_step(run)
     global_vars._GLOBAL_ARGS = second

@@ -12,7 +12,8 @@ import pytest
 
 from megatron_dynbatch.errors import OptionError, ResumeError
 from megatron_dynbatch.hooks.calculator import StepCalculator, building_calculator
-from megatron_dynbatch.hooks.horizon import UNBOUNDED
+from megatron_dynbatch.hooks.options import UNBOUNDED
+from megatron_dynbatch.hooks.registry import check_in_place
 from megatron_dynbatch.hooks.session import Session, end_session, start_session
 from megatron_dynbatch.hooks.sites import SiteError
 from megatron_dynbatch.hooks.step_boundary import finish_step, open_step
@@ -49,12 +50,10 @@ def write(source: RolloutDirectory, trained: list[bool]) -> None:
 def begin(source: RolloutDirectory, **changed: Any) -> Session:
     """A run with two rollouts in a step."""
     values: dict[str, Any] = {
-        "rollouts_per_step": 2, "train_samples": None, "consumed_train_samples": 0,
-        "lr_decay_style": "constant", "lr_decay_samples": None, "on_batch_needed": None,
-        "on_batch_opened": None, "load": None,
+        "rollouts_per_step": 2, "consumed_train_samples": 0,
     }  # fmt: skip
     run = start_session(arguments(**{**values, **changed}))
-    run._feed = StepFeed(source, ParallelLayout(), run.options, batch_timeout=0.3)
+    run._feed = StepFeed(source, ParallelLayout(), run.options.plan, batch_timeout=0.3)
     return run
 
 
@@ -150,7 +149,7 @@ def calculators(argv: list[str]) -> list[Any]:
     """Of Megatron where there are no arguments or the flag is off; ours, lost or wrong."""
     from megatron.training import global_vars
 
-    build = building_calculator(lambda *positional, **named: (positional, named))
+    build = building_calculator(lambda *positional, **named: (positional, named), check_in_place)
     found: list[Any] = []
     for args in (None, argparse.Namespace(), arguments(dynamic_global_batch=False)):
         global_vars._GLOBAL_ARGS = args

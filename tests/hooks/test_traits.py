@@ -16,6 +16,7 @@ from megatron_dynbatch.hooks.proven import PROVEN
 from megatron_dynbatch.hooks.refusals import PAIRS, REFUSALS
 from megatron_dynbatch.hooks.traits import BY_NAME, TRAITS
 from tests.docs.traits import PAGE, possible_pairs, with_table
+from tests.hooks.helpers import training_options
 from tests.parity.page import heading
 from tests.pool import ROOT, run_ranks
 from tests.reliability.catalogue import shown
@@ -306,9 +307,9 @@ def check_models() -> str:
     from megatron_dynbatch.hooks.admission import check_model
 
     chunks = [torch.nn.Sequential(OtherModel())[0]]
-    check_model(with_flags(admit_unproven=["model-class"]), chunks)
+    check_model(chunks, {"model-class"})
     with pytest.raises(OptionError) as raised:
-        check_model(with_flags(), chunks)
+        check_model(chunks, set())
     return str(raised.value)
 
 
@@ -334,7 +335,7 @@ def use_scaled_terms(admit: list[str] | None) -> dict[str, str]:
         output = torch.ones(2, requires_grad=True)
         for step in (None, object()):
             session._session = SimpleNamespace(  # type: ignore[assignment]
-                step=step, args=with_flags(admit_unproven=admit)
+                step=step, options=training_options(admit_unproven=admit)
             )
             try:
                 term.apply(output, torch.ones(()))

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from megatron_dynbatch import errors, failpoints
 from megatron_dynbatch.cli.main import build_parser
 from megatron_dynbatch.handshake import read_layout
-from megatron_dynbatch.hooks.arguments import imply
+from megatron_dynbatch.hooks.arguments import check_unknown_total, imply
 from megatron_dynbatch.hooks.balance import StepBalance
-from megatron_dynbatch.hooks.horizon import check_unknown_total
 from megatron_dynbatch.hooks.loss import weighted_output
 from megatron_dynbatch.hooks.policy import batch_needed
 from megatron_dynbatch.hooks.tracker import TRACKER, mend_tracker
@@ -39,6 +38,7 @@ from megatron_dynbatch.steps import Cursor, Exchange, Staleness, StepFeed
 from megatron_dynbatch.steps.empty_batches import EmptyBatches
 from megatron_dynbatch.steps.ledger import Entry, Ledger, read_ledger
 from tests.cli.run_folder import write_run
+from tests.hooks.helpers import training_options
 from tests.reliability.bad_data import OPTIONS, SAMPLES, STORAGE, BadInput, good, noted, written
 
 
@@ -166,7 +166,7 @@ OPTION_ERRORS: dict[str, BadInput] = {
     "a negative staleness": lambda path: Staleness(-1),
     "no empty batch at all": lambda path: EmptyBatches(0),
     "a generator that is not named by module and function": lambda path: batch_needed(
-        [], argparse.Namespace(on_batch_needed="generate")
+        [], training_options(on_batch_needed="generate")
     ),
     "a queue without name": lambda path: open_transport("queue:"),
     "a bucket as the rollout path": lambda path: open_transport("s3://bucket/rollouts"),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_dynbatch.hooks.horizon import UNBOUNDED, HorizonWarning
+from megatron_dynbatch.hooks.horizon import HorizonWarning
+from megatron_dynbatch.hooks.options import UNBOUNDED
 from megatron_dynbatch.rollouts import RolloutQueue, Sample
 from megatron_dynbatch.steps import Cursor
+from tests.hooks.helpers import training_options
 from tests.parity.job import OWN_SCRIPT, Cell, run_cell
 from tests.parity.reference import Recipe
 from tests.parity.rollouts import CAPACITY, make_steps, write_batches
@@ -33,12 +34,9 @@ def warnings_of(
     source: RolloutQueue, cursors: list[tuple[int, Cursor]], *, end: bool = False, **flags: Any
 ) -> list[str]:
     """What is said at these (iteration, cursor), and at the end."""
-    values = {
-        "train_samples": None, "train_iters": None, "lr_decay_samples": None,
-        "lr_decay_iters": None, "global_batch_size": 5, "lr_decay_style": "cosine",
-    }  # fmt: skip
+    values = {"global_batch_size": 5, "lr_decay_style": "cosine"}
     said: list[str] = []
-    warning = HorizonWarning(argparse.Namespace(**{**values, **flags}), source, said.append)
+    warning = HorizonWarning(training_options(**{**values, **flags}), source, said.append)
     for iteration, cursor in cursors:
         warning.at_boundary(iteration, cursor)
     if end:

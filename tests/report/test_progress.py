@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_dynbatch.hooks.progress import StepProgress, progress_from_args
+from megatron_dynbatch.hooks.progress import StepProgress, step_progress
 from megatron_dynbatch.report.progress import ProgressLine
+from tests.hooks.helpers import training_options
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -88,10 +89,8 @@ def test_text_appears_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_only_rank_0_shows_progress_and_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = SimpleNamespace(step_progress="auto", virtual_pipeline_model_parallel_size=None)
-    assert progress_from_args(args) is not None  # type: ignore[arg-type]
+    assert step_progress(training_options(step_progress="auto")) is not None
     monkeypatch.setenv("RANK", "1")
-    assert progress_from_args(args) is None  # type: ignore[arg-type]
+    assert step_progress(training_options(step_progress="auto")) is None
     monkeypatch.setenv("RANK", "0")
-    args.step_progress = "off"
-    assert progress_from_args(args) is None  # type: ignore[arg-type]
+    assert step_progress(training_options(step_progress="off")) is None

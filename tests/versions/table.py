@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_dynbatch.cli import source_patch
 from megatron_dynbatch.cli.tree import Tree
-from megatron_dynbatch.hooks.registry import TESTED_VERSIONS
+from megatron_dynbatch.versions import TESTED_PACKAGES
 from patches.generate import TAGS, check_out
 from tests.pool import ROOT
 from tests.versions.cells import COMPARED
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--repository", type=Path)
     args = parser.parse_args()
     rows = [row(checkout.resolve(), "checkout") for checkout in args.checkout]
-    rows += [row(root_of(version), "package") for version in TESTED_VERSIONS]
+    rows += [row(root_of(version), "package") for version in TESTED_PACKAGES]
     text = HEAD + "".join(sorted(rows))
     if args.repository:
         text += UNRUN + "".join(read(args.repository, name) for name in (*TAGS, *BRANCHES))

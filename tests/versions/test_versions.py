@@ -20,7 +20,7 @@ import pytest
 
 from megatron_dynbatch.cli.main import main as command
 from megatron_dynbatch.cli.sites import installed_root
-from megatron_dynbatch.hooks.registry import TESTED_VERSIONS
+from megatron_dynbatch.versions import TESTED_PACKAGES
 from tests.parity.rollouts import STEP_SIZES
 from tests.pool import ROOT
 from tests.versions.cells import CELLS, COMPARED
@@ -63,7 +63,7 @@ def hooked(version: str) -> dict[str, Any]:
     return run_cells(root_of(version))
 
 
-@pytest.mark.parametrize("version", TESTED_VERSIONS)
+@pytest.mark.parametrize("version", TESTED_PACKAGES)
 def test_steps_and_resume_equal_the_independent_loop(version: str) -> None:
     answer = hooked(version)
     assert answer["version"].partition("+")[0] == version
@@ -76,14 +76,14 @@ def test_steps_and_resume_equal_the_independent_loop(version: str) -> None:
         assert found["consumed"] == 0, name
 
 
-@pytest.mark.parametrize("version", TESTED_VERSIONS)
+@pytest.mark.parametrize("version", TESTED_PACKAGES)
 def test_megatrons_own_number_of_iterations_is_no_bound(version: str) -> None:
     # 45 rollouts, at most 9 in a step: Megatron counts on 5 iterations.
     rows = hooked(version)["cells"]["beyond"]["rows"]
     assert [row["consumed"] for row in rows] == [8, 13, 22, 25, 28, 37, 45]
 
 
-@pytest.mark.parametrize("version", TESTED_VERSIONS)
+@pytest.mark.parametrize("version", TESTED_PACKAGES)
 def test_a_skipped_step_is_consumed_and_not_trained(version: str) -> None:
     rows = hooked(version)["cells"]["skipped"]["rows"]
     sizes = dict(enumerate(STEP_SIZES, 1))
@@ -93,7 +93,7 @@ def test_a_skipped_step_is_consumed_and_not_trained(version: str) -> None:
     assert rows[-1]["learning_rate"] == pytest.approx(2e-3 * (1 - trained / 45))
 
 
-@pytest.mark.parametrize("version", TESTED_VERSIONS)
+@pytest.mark.parametrize("version", TESTED_PACKAGES)
 def test_a_patched_copy_does_the_same_to_the_last_bit(version: str, tmp_path: Path) -> None:
     shutil.copytree(root_of(version) / "megatron", tmp_path / "megatron")
     assert command(["patch", str(tmp_path), "--apply"]) == 0
