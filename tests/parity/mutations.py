@@ -199,7 +199,8 @@ def shift_without_prompt() -> None:
 
     def mutated(batch: Any, rows: Any, name: str, pack: Any) -> Any:
         fields = {f.name: getattr(pack, f.name) for f in dataclasses.fields(pack) if f.init}
-        fields["responses"] = Cut(**vars(pack.responses))
+        of = pack.responses
+        fields["responses"] = Cut(of.starts, of.lengths, of.num_rows)
         return right(batch, rows, name, FromTheFirst(**fields))
 
     put(packed_sequence, "_column", mutated)
